@@ -1,0 +1,107 @@
+"""The messages between a KVCacheManager and the ranks: a closed set of tagged structs, MessagePack on the wire.
+
+Every request carries the run, the epoch (restart generation) and a sequence number. A rank answers a request of
+another run or epoch with `Refused` and does nothing. It remembers the last sequence number that it applied from each
+sender and the answer it gave, so a repeated request is answered again and not applied again.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+PageRun = tuple[int, int]
+"""(first page, number of pages)."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    run: str
+    epoch: int
+    sender: str
+    """Identity of the requester, unique a process: sequence numbers count for each sender."""
+    seq: int
+
+
+class Map(Message, frozen=True, kw_only=True, tag="map"):
+    """Put physical memory, zeroed, behind these pages on every rank of the stage."""
+
+    pages: tuple[PageRun, ...]
+
+
+class Unmap(Message, frozen=True, kw_only=True, tag="unmap"):
+    """Give the physical memory of these pages back on every rank of the stage."""
+
+    pages: tuple[PageRun, ...]
+
+
+class State(Message, frozen=True, kw_only=True, tag="state"):
+    """Ask every rank of the stage for its state."""
+
+
+class SetLimit(Message, frozen=True, kw_only=True, tag="limit"):
+    """Change the number of pages that the managers of this stage may keep mapped; None lifts the limit."""
+
+    pages: int | None
+
+
+class Ping(Message, frozen=True, kw_only=True, tag="ping"):
+    """Ask the leader alone whether it is there."""
+
+
+Request = Map | Unmap | State | SetLimit | Ping
+
+
+class RankState(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What one rank says of itself. Bytes are of its KV region."""
+
+    global_rank: int
+    pp_rank: int
+    tp_rank: int
+    pid: int
+    reserved_bytes: int
+    mapped_bytes: int
+    mapped_pages: int
+    num_blocks: int
+    blocks_per_page: int
+
+
+class RankResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One rank's answer to Map or Unmap."""
+
+    global_rank: int
+    error: str | None = None
+    """None: applied. Else the reason why not; the rank is then as it was before."""
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="done"):
+    """Map or Unmap was applied on every rank of the stage."""
+
+    seq: int
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="failed"):
+    """Map or Unmap was applied on no rank of the stage: those that had applied it were rolled back."""
+
+    seq: int
+    results: tuple[RankResult, ...]
+    """The ranks that failed."""
+
+
+class StageState(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="stage"):
+    seq: int
+    ranks: tuple[RankState, ...]
+
+
+class Pong(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="pong"):
+    seq: int
+    global_rank: int
+    pid: int
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="refused"):
+    """The request was not understood or not for this listener; nothing was done."""
+
+    seq: int
+    reason: str
+
+
+Reply = Done | Failed | StageState | Pong | Refused

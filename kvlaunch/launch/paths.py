@@ -1,0 +1,114 @@
+"""Every path of a run is made here.
+
+A run's folder is `$XDG_RUNTIME_DIR/kvlaunch/<run>/`, or `/tmp/kvlaunch-<uid>/<run>/` (both 0700) where the variable
+is not set. It does not depend on TMPDIR: a unix socket's path may have 107 bytes at most.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvlaunch.errors import ConfigError
+
+SOCKET_PATH_LIMIT = 107
+"""Bytes of sun_path on Linux, without the closing NUL (unix(7))."""
+
+
+def runs_root() -> Path:
+    """The folder that holds the run folders of this user. Nothing is created."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    if base and os.path.isdir(base) and len(os.fsencode(base)) <= 40:
+        return Path(base) / "kvlaunch"
+    return Path(f"/tmp/kvlaunch-{os.getuid()}")
+
+
+def _private_dir(path: Path) -> None:
+    """Create path with mode 0700, or check that it is ours alone.
+
+    Raises:
+        ConfigError: it is a link, another user's, or open to others.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=False)
+    except FileExistsError:
+        pass
+    st = path.lstat()
+    if not stat.S_ISDIR(st.st_mode) or st.st_uid != os.getuid() or st.st_mode & 0o077:
+        raise ConfigError(
+            f"{path} must be a folder of your own that nobody else can enter (mode 0700), and it is not.",
+            hint=f"Remove it or mend it: chmod 700 {path}; or point XDG_RUNTIME_DIR to a private folder.",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RunPaths:
+    """The files of one run."""
+
+    root: Path
+
+    @classmethod
+    def of(cls, run: str) -> RunPaths:
+        return cls(runs_root() / run)
+
+    @property
+    def run(self) -> str:
+        return self.root.name
+
+    @property
+    def plan(self) -> Path:
+        return self.root / "plan.json"
+
+    @property
+    def state(self) -> Path:
+        return self.root / "state.json"
+
+    @property
+    def events(self) -> Path:
+        """One JSON object a line, appended by every process of the run."""
+        return self.root / "events.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def engine_log(self) -> Path:
+        return self.logs / "engine.log"
+
+    def rank_log(self, global_rank: int) -> Path:
+        return self.logs / f"rank{global_rank}.log"
+
+    def failure(self, who: str) -> Path:
+        """JSON record of the first exception in one process (`rank3`, `scheduler`)."""
+        return self.root / "failures" / f"{who}.json"
+
+    def listener_socket(self, pp_rank: int) -> Path:
+        """Socket of the stage's StageListener (ZeroMQ)."""
+        return self.root / f"kv-s{pp_rank}"
+
+    def peer_socket(self, pp_rank: int) -> Path:
+        """Socket on which the stage leader accepts its peers (SOCK_SEQPACKET)."""
+        return self.root / f"kv-p{pp_rank}"
+
+    def create(self) -> None:
+        """Make the folder and its sub-folders, 0700."""
+        if not self.root.parent.parent.is_dir():
+            raise ConfigError(f"{self.root.parent.parent} does not exist: no place for the files of a run.")
+        _private_dir(self.root.parent)
+        _private_dir(self.root)
+        for sub in (self.logs, self.root / "failures"):
+            _private_dir(sub)
+
+
+def all_runs() -> Iterator[RunPaths]:
+    """Every run folder of this user, live or dead, oldest first."""
+    root = runs_root()
+    if not root.is_dir():
+        return
+    entries = [p for p in root.iterdir() if p.is_dir() and (p / "plan.json").exists()]
+    for path in sorted(entries, key=lambda p: p.stat().st_mtime):
+        yield RunPaths(path)
