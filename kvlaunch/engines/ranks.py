@@ -1,0 +1,44 @@
+"""Which rank a process inside an engine is: resolved here and nowhere else."""
+
+from __future__ import annotations
+
+import os
+
+from kvlaunch import env as keys
+from kvlaunch.env import RunEnv
+from kvlaunch.errors import CompatibilityError
+from kvlaunch.plan.types import LaunchPlan, RankPlan, StagePlan
+
+
+def resolve_rank(plan: LaunchPlan, global_rank: int) -> RankPlan:
+    """The plan's entry for a rank that an engine reports.
+
+    Raises:
+        CompatibilityError: the engine counts ranks otherwise than the plan does.
+    """
+    if not 0 <= global_rank < plan.world_size:
+        raise CompatibilityError(
+            f"{plan.engine} started rank {global_rank}, but the plan has world_size={plan.world_size} "
+            f"(tp={plan.tp_size} x pp={plan.pp_size})."
+        )
+    return plan.ranks[global_rank]
+
+
+def stage_of(plan: LaunchPlan, rank: RankPlan) -> StagePlan:
+    return plan.stages[rank.pp_rank]
+
+
+def export_rank(run: RunEnv, plan: LaunchPlan, rank: RankPlan) -> None:
+    """Put the rank into this process's environment, with torchrun's names and kvlaunch's own."""
+    os.environ.update(
+        {
+            "RANK": str(rank.global_rank),
+            "WORLD_SIZE": str(plan.world_size),
+            "LOCAL_RANK": str(rank.local_rank),
+            keys.RUN_ID: run.run,
+            keys.GLOBAL_RANK: str(rank.global_rank),
+            keys.WORLD_SIZE: str(plan.world_size),
+            keys.TP_RANK: str(rank.tp_rank),
+            keys.PP_RANK: str(rank.pp_rank),
+        }
+    )
