@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from kvlaunch.engines import faults, ranks
 from kvlaunch.engines.vllm import compat
 from kvlaunch.env import RunEnv
-from kvlaunch.events import emit
+from kvlaunch.events import Phase, emit
 from kvlaunch.kv.geometry import BlockGeometry, Strip
 from kvlaunch.kv.ipc.listener import StageListener
 from kvlaunch.kv.ipc.peer import StagePeer
@@ -87,7 +89,7 @@ class WorkerHooks:
                 buffer, spec, config.num_blocks, layout, tensor, kernel_block_size=kernel_block_size
             )
             caches.update(zip(tensor.layers, views, strict=True))
-        self._tell("kv")
+        self._tell("kv", self._about_memory())
         return caches
 
     def close(self) -> None:
@@ -140,5 +142,20 @@ class WorkerHooks:
         log.info("KV cache: %d bytes of address space, %d pages", geometry.region_bytes, geometry.num_pages)
         return region.tensor()
 
-    def _tell(self, phase: Any) -> None:
-        emit(self._paths.events, phase, rank=self._rank.global_rank)
+    def _about_memory(self) -> str:
+        """JSON detail of the `kv` event: where this rank's region lies, and which listener speaks for it."""
+        if self._region is None:
+            return ""
+        stage = ranks.stage_of(self._plan, self._rank)
+        about = {
+            "address": self._region.address,
+            "nbytes": self._region.nbytes,
+            "pp_rank": self._rank.pp_rank,
+            "tp_rank": self._rank.tp_rank,
+            "listener": stage.endpoint,
+            "listens": self._rank.global_rank == stage.leader,
+        }
+        return msgspec.json.encode(about).decode()
+
+    def _tell(self, phase: Phase, detail: str = "") -> None:
+        emit(self._paths.events, phase, rank=self._rank.global_rank, detail=detail)

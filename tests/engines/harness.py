@@ -1,0 +1,180 @@
+"""Starts kvlaunch as a user does, and asks the engine that comes up."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvlaunch.events import read_events
+from kvlaunch.kv.memory.smaps import resident_bytes
+from kvlaunch.launch.paths import RunPaths, runs_root
+from kvlaunch.plan.types import LaunchPlan
+
+READY_TIMEOUT_S = 240
+STOP_TIMEOUT_S = 60
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout_s} s: {what}")
+        time.sleep(0.05)
+
+
+def prompts(count: int) -> list[str]:
+    """Texts of different lengths; some share a prefix, so that the prefix cache has something to find."""
+    base = "The pages of a cache are mapped on every rank of every stage, or on none of them. " * 3
+    return [base[: 40 + 17 * (i % 8)] + f" Case {i}: " + "x" * (i * 5 % 60) for i in range(count)]
+
+
+@dataclass
+class Engine:
+    """A running kvlaunch and the engine that it started."""
+
+    process: subprocess.Popen[str]
+    run: str
+    url: str
+    stderr: list[str] = field(default_factory=list)
+
+    @property
+    def paths(self) -> RunPaths:
+        return RunPaths(runs_root() / self.run)
+
+    @property
+    def plan(self) -> LaunchPlan:
+        return LaunchPlan.load(self.paths.plan)
+
+    def post(self, path: str, body: dict[str, Any], timeout: float = 120) -> Any:
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=timeout) as reply:
+            data = reply.read()
+        return json.loads(data) if data else None
+
+    def complete(self, prompt: str, max_tokens: int = 24, timeout: float = 120) -> list[int]:
+        """Greedy continuation, as token ids."""
+        reply = self.post(
+            "/v1/completions",
+            {
+                "model": self.plan.model.name,
+                "prompt": prompt,
+                "max_tokens": max_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "return_token_ids": True,
+            },
+            timeout,
+        )
+        tokens = reply["choices"][0]["token_ids"]
+        assert len(tokens) == max_tokens
+        return [int(t) for t in tokens]
+
+    def complete_all(self, texts: Sequence[str], max_tokens: int = 24) -> list[list[int]]:
+        """All at once, in the order of `texts`."""
+        with ThreadPoolExecutor(len(texts)) as pool:
+            return list(pool.map(lambda text: self.complete(text, max_tokens), texts))
+
+    def ps(self) -> dict[str, Any]:
+        out = kvlaunch("ps", "--json")
+        assert out.returncode == 0, out.stderr
+        return next(entry for entry in json.loads(out.stdout) if entry["run"] == self.run)
+
+    def mapped_bytes(self) -> list[int]:
+        """What each rank says it has mapped."""
+        return [rank["kv"]["mapped_bytes"] for rank in self.ps()["ranks"]]
+
+    def kv_events(self) -> dict[int, dict[str, Any]]:
+        """By global rank: where its region lies, and which listener speaks for it, as the rank itself told."""
+        events, _ = read_events(self.paths.events)
+        found = [(e.rank, e.pid, json.loads(e.detail)) for e in events if e.phase == "kv"]
+        return {rank: {"pid": pid, **about} for rank, pid, about in found if rank is not None}
+
+    def resident_bytes(self) -> list[int]:
+        """What the kernel says each rank has resident in its region (/proc/<pid>/smaps)."""
+        about = self.kv_events()
+        return [
+            resident_bytes(about[rank]["pid"], about[rank]["address"], about[rank]["nbytes"]) for rank in sorted(about)
+        ]
+
+    def page_bytes(self) -> list[int]:
+        """Bytes of one page in each rank."""
+        plan = self.plan
+        return [plan.kv.blocks_per_page * rank.kv_bytes_per_block for rank in plan.ranks]
+
+    def at_baseline(self) -> bool:
+        """At most one page beyond the null block's is resident on each rank."""
+        return all(got <= 2 * page for got, page in zip(self.resident_bytes(), self.page_bytes(), strict=True))
+
+    def stop(self, sig: signal.Signals = signal.SIGINT) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(sig)
+        return self.process.wait(STOP_TIMEOUT_S)
+
+
+def kvlaunch(*args: str, timeout: float = 60, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvlaunch.cli.main", *args],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, **env},
+        check=False,
+    )
+
+
+@contextlib.contextmanager
+def launch(*overrides: str, fault: str = "", cwd: Path | None = None) -> Iterator[Engine]:
+    """`kvlaunch up OVERRIDES --json` until ready; ended on leaving, whatever happened."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvlaunch.cli.main", "up", "model=tiny-qwen3", "server.port=0", "--json", *overrides],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, "KVLAUNCH_TEST_FAULT": fault},
+    )
+    lines: list[str] = []
+    assert process.stdout is not None
+    assert process.stderr is not None
+    errors = process.stderr
+    reader = threading.Thread(target=lambda: lines.extend(errors), daemon=True)
+    reader.start()
+    watchdog = threading.Timer(READY_TIMEOUT_S, process.kill)
+    watchdog.start()
+    try:
+        line = process.stdout.readline()
+        watchdog.cancel()
+        if not line:
+            process.wait(STOP_TIMEOUT_S)
+            reader.join(5)
+            raise AssertionError(f"kvlaunch ended with {process.returncode} before it was ready:\n" + "".join(lines))
+        ready = json.loads(line)
+        yield Engine(process, ready["run"], ready["url"], lines)
+    finally:
+        watchdog.cancel()
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                raise
+        reader.join(5)
+        process.stdout.close()
+        process.stderr.close()
