@@ -163,12 +163,11 @@ def explained(log: Path) -> Iterator[None]:
     try:
         yield
     except StepError as failure:
-        say("\n".join(failure.output.splitlines()[-30:]))
+        said = [line for line in failure.output.splitlines() if not line.startswith("WARNING:")]
+        say("\n".join(said[-30:]))
         say(f"\nThe whole output is in {log}")
         if "No matching distribution found for torch" in failure.output:
-            say(
-                "pip did not find the CPU build of PyTorch. It lies on PyTorch's own index for CPU builds; name that one:"
-            )
+            say("pip did not find the CPU build of PyTorch, which lies on PyTorch's own index for CPU builds. Name it:")
             say("    make env PIP_ARGS='--extra-index-url <address of the CPU index>'")
         raise
 
