@@ -29,7 +29,8 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
     kv_bytes_per_token: int
     kv_bytes_per_block: int
-    """Bytes of one KV block over all layers of this rank."""
+    """Bytes of one KV block over all layers of this rank that it covers: every one, but where layers with a sliding
+    window and layers with full attention take turns (they then share the same blocks' memory)."""
 
 
 class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +54,8 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     argv: tuple[str, ...]
     env: dict[str, str]
     """What is set on top of the environment that kvlaunch was started with."""
+    unset: tuple[str, ...] = ()
+    """Variables removed from that environment."""
 
 
 class KVPlan(msgspec.Struct, frozen=True, kw_only=True):
