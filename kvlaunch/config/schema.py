@@ -10,7 +10,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from omegaconf import MISSING
+MISSING: Any = "???"
+"""omegaconf.MISSING, spelled out: shell completion reads this module and has no time to import omegaconf."""
+
+Bytes = str | int
+"""A number of bytes, or a string such as `2GiB`; an integer once composed."""
 
 
 class EngineName(Enum):
@@ -81,7 +85,7 @@ class ModelConfig:
 class KVCacheKeepConfig:
     """`kv.cache`: prefix-cached blocks that no request uses."""
 
-    keep: str | int = 0
+    keep: Bytes = 0
     """Bytes a rank that stay mapped however long they idle."""
     idle_s: float = 30.0
     """Seconds after which those beyond `keep` go back, least recently used first."""
@@ -102,11 +106,11 @@ class KVConfig:
     """Group `kv`: the KV cache."""
 
     mode: KVModeName = MISSING
-    reserve: str | int = "2GiB"
+    reserve: Bytes = "2GiB"
     """Address space of the KV cache a rank (elastic), or memory committed at start (static). Bytes, or `2GiB`."""
     block_size: int | None = None
     """Tokens in a block; null: what suits the engine and the device."""
-    page: str | int | None = None
+    page: Bytes | None = None
     """Least bytes of a page in each layer of a rank; null: the smallest that the memory backend can map."""
     guard: bool = True
     """Make a touch of unmapped memory crash at once (host memory)."""
@@ -167,11 +171,11 @@ class TimeoutsConfig:
 class LaunchConfig:
     """The root. `kvlaunch config` prints it composed."""
 
-    engine: EngineConfig = MISSING
-    model: ModelConfig = MISSING
-    kv: KVConfig = MISSING
-    device: DeviceConfig = MISSING
-    cluster: ClusterConfig = MISSING
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    kv: KVConfig = field(default_factory=KVConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tp: int = 1
     """Tensor-parallel size: ranks of one pipeline stage."""
     pp: int = 1
