@@ -80,13 +80,18 @@ class KVCommitError(KVLaunchError):
 
     Args:
         failures: global rank -> the reason that rank gave (or that is known of it).
+        settled: every rank is known to be as it was before. Else a rank that did not answer may have applied the
+            operation; it is taken back before the next one.
     """
 
     exit_code = 6
 
-    def __init__(self, message: str, *, failures: Mapping[int, str], hint: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, failures: Mapping[int, str], hint: str | None = None, settled: bool = True
+    ) -> None:
         super().__init__(message, hint=hint)
         self.failures = dict(failures)
+        self.settled = settled
 
 
 class BudgetExhausted(KVLaunchError):

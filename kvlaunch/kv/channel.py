@@ -16,14 +16,19 @@ class Channel(Protocol):
 
         Raises:
             KVCommitError: on at least one rank it failed or did not answer in time; no rank has the pages mapped
-                (those that had were rolled back).
+                (those that had were rolled back). Where a rank did not answer, it may have them for now (`settled` is
+                False); that is taken back before the next operation, so the pages may be treated as unmapped.
+            ValueError: not a set of pages.
         """
 
     def unmap(self, pages: Sequence[PageRun]) -> None:
         """Give the memory of the pages back on every rank.
 
         Raises:
-            KVCommitError: at least one rank failed or did not answer in time.
+            KVCommitError: at least one rank failed or did not answer in time. `settled` True: every rank has the pages
+                mapped still (or again, zeroed). False: some rank may have them unmapped. Either way do not touch the
+                pages; unmap them again later, the channel gets the ranks back in step first.
+            ValueError: not a set of pages.
         """
 
     def state(self) -> list[RankState]:

@@ -1,8 +1,12 @@
 """The messages between a KVCacheManager and the ranks: a closed set of tagged structs, MessagePack on the wire.
 
 Every request carries the run, the epoch (restart generation) and a sequence number. A rank answers a request of
-another run or epoch with `Refused` and does nothing. It remembers the last sequence number that it applied from each
-sender and the answer it gave, so a repeated request is answered again and not applied again.
+another run or epoch with `Refused` and does nothing. It remembers the last operation of each sender and the answer
+it gave, so a repeated request is answered again and not applied again.
+
+`Undo` takes exactly one operation back, by its sequence number. It is what makes an unanswered request harmless:
+whether the rank had applied the operation, had refused it, or never saw it, after the Undo the rank is as it was
+before, and a copy of the operation that arrives later is not applied.
 """
 
 from __future__ import annotations
@@ -33,6 +37,15 @@ class Unmap(Message, frozen=True, kw_only=True, tag="unmap"):
     pages: tuple[PageRun, ...]
 
 
+class Undo(Message, frozen=True, kw_only=True, tag="undo"):
+    """Take back the sender's operation `of` (its sequence number) where it was applied; may be repeated.
+
+    Taking back an Unmap maps the pages again; what they held is lost.
+    """
+
+    of: int
+
+
 class State(Message, frozen=True, kw_only=True, tag="state"):
     """Ask every rank of the stage for its state."""
 
@@ -47,7 +60,7 @@ class Ping(Message, frozen=True, kw_only=True, tag="ping"):
     """Ask the leader alone whether it is there."""
 
 
-Request = Map | Unmap | State | SetLimit | Ping
+Request = Map | Unmap | Undo | State | SetLimit | Ping
 
 
 class RankState(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -65,7 +78,7 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class RankResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One rank's answer to Map or Unmap."""
+    """One rank's answer to Map, Unmap or Undo."""
 
     global_rank: int
     error: str | None = None
@@ -73,17 +86,20 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="done"):
-    """Map or Unmap was applied on every rank of the stage."""
+    """Map, Unmap or Undo was applied on every rank of the stage."""
 
     seq: int
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="failed"):
-    """Map or Unmap was applied on no rank of the stage: those that had applied it were rolled back."""
+    """The operation failed on at least one rank; those that had applied a Map or Unmap were told to take it back."""
 
     seq: int
     results: tuple[RankResult, ...]
     """The ranks that failed."""
+    settled: bool = True
+    """Every rank of the stage is known to be as it was before. Else the stage finishes taking the operation back before
+    it begins another one."""
 
 
 class StageState(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="stage"):
@@ -105,3 +121,17 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="r
 
 
 Reply = Done | Failed | StageState | Pong | Refused
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="hello"):
+    """What a rank says first when it joins its stage's leader."""
+
+    run: str
+    epoch: int
+    global_rank: int
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="welcome"):
+    """The leader's answer to Hello; after an error it closes the connection."""
+
+    error: str | None = None

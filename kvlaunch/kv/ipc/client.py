@@ -1,0 +1,268 @@
+"""The channel from a KVCacheManager to the listeners of all stages."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+
+import zmq
+
+from kvlaunch.errors import KVCommitError
+from kvlaunch.kv.geometry import merged_runs
+from kvlaunch.kv.ipc import wire
+from kvlaunch.kv.ipc.messages import (
+    Done,
+    Failed,
+    Map,
+    PageRun,
+    Ping,
+    Pong,
+    RankState,
+    Refused,
+    Reply,
+    StageState,
+    State,
+    Undo,
+    Unmap,
+)
+from kvlaunch.kv.ipc.stage import COMMIT_SHARE
+
+_WAIT_SLICE_MS = 20
+"""How often a wait looks at its deadline."""
+_RECONNECT_MS = 20
+
+
+class _Leader:
+    """The connection to one stage's listener."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], pp_rank: int, global_rank: int, endpoint: str) -> None:
+        self.pp_rank = pp_rank
+        self.global_rank = global_rank
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.rcvtimeo = _WAIT_SLICE_MS
+        self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        self._socket.connect(endpoint)
+
+    def send(self, payload: bytes) -> None:
+        # Again: its queue is full. It has not read for long, and counts as silent.
+        with suppress(zmq.Again):
+            self._socket.send(payload, zmq.NOBLOCK)
+
+    def receive(self, seq: int, *, wait: bool) -> Reply | None:
+        """The reply to `seq`, or None where it has not come yet (with wait: in a slice of time). Others are dropped."""
+        flags = 0 if wait else zmq.NOBLOCK
+        try:
+            while True:
+                try:
+                    reply = wire.decode_reply(self._socket.recv(flags))
+                except wire.DecodeError:
+                    continue
+                if reply.seq == seq:
+                    return reply
+        except zmq.Again:
+            return None
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class ZmqChannel:
+    """Applies operations on every rank of every stage or on none. Implements `kvlaunch.kv.channel.Channel`.
+
+    A request goes to all stages at once and is repeated under its sequence number where no reply comes. Where a stage
+    fails, those that had applied it are told to take it back. A stage that stays silent is told so too, without
+    waiting; before the next operation it must confirm, so that no operation is ever built on a state that is not known.
+
+    Args:
+        endpoints: pp_rank -> ZeroMQ endpoint of the stage's listener.
+        leaders: pp_rank -> global rank of the stage's tp_rank 0 (for messages).
+        run, epoch: of this engine.
+        sender: name of this requester, unique a process and epoch (sequence numbers count for each sender).
+        timeout_s: seconds that one call may take, repeats and taking back included.
+        retries: how often a request without a reply is repeated.
+    """
+
+    def __init__(
+        self,
+        endpoints: Mapping[int, str],
+        *,
+        leaders: Mapping[int, int],
+        run: str,
+        epoch: int,
+        sender: str,
+        timeout_s: float = 5.0,
+        retries: int = 1,
+    ) -> None:
+        if set(endpoints) != set(leaders) or not endpoints:
+            raise ValueError(f"endpoints of stages {sorted(endpoints)}, leaders of stages {sorted(leaders)}")
+        self._run = run
+        self._epoch = epoch
+        self._sender = sender
+        self._timeout_s = timeout_s
+        self._retries = retries
+        self._seq = 0
+        self._lock = threading.Lock()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._stages = [_Leader(self._context, pp, leaders[pp], endpoints[pp]) for pp in sorted(endpoints)]
+        self._unsettled: list[_Leader] = []
+        self._unsettled_seq = 0
+
+    def map(self, pages: Sequence[PageRun]) -> None:
+        self._commit(Map, "map", pages)
+
+    def unmap(self, pages: Sequence[PageRun]) -> None:
+        self._commit(Unmap, "unmap", pages)
+
+    def state(self) -> list[RankState]:
+        with self._lock:
+            seq = self._next_seq()
+            request = State(run=self._run, epoch=self._epoch, sender=self._sender, seq=seq)
+            replies = self._ask(self._stages, wire.encode(request), seq, time.monotonic() + self._timeout_s)
+            failures = self._failures(replies, self._timeout_s, good=StageState)
+            if failures:
+                raise self._error("Could not read the state of every rank", failures)
+            ranks = [rank for reply in replies.values() if isinstance(reply, StageState) for rank in reply.ranks]
+            return sorted(ranks, key=lambda rank: rank.global_rank)
+
+    def ping(self) -> list[Pong]:
+        """Ask every stage's leader whether it is there; by stage.
+
+        Raises:
+            KVCommitError: one did not answer in time.
+        """
+        with self._lock:
+            seq = self._next_seq()
+            request = Ping(run=self._run, epoch=self._epoch, sender=self._sender, seq=seq)
+            replies = self._ask(self._stages, wire.encode(request), seq, time.monotonic() + self._timeout_s)
+            failures = self._failures(replies, self._timeout_s, good=Pong)
+            if failures:
+                raise self._error("Could not reach every stage", failures)
+            return [reply for reply in (replies[stage] for stage in self._stages) if isinstance(reply, Pong)]
+
+    def close(self) -> None:
+        """Close the connections. May be called twice."""
+        with self._lock:
+            for stage in self._stages:
+                stage.close()
+            self._stages = []
+            self._context.term()
+
+    def _commit(self, kind: type[Map | Unmap], verb: str, pages: Sequence[PageRun]) -> None:
+        runs = tuple(merged_runs(pages))
+        if not runs:
+            return
+        with self._lock:
+            if not self._stages:
+                raise KVCommitError("The KV channel is closed.", failures={})
+            started = time.monotonic()
+            deadline = started + COMMIT_SHARE * self._timeout_s
+            what = f"Could not {verb} {_named(runs)} on every rank"
+            if self._unsettled:
+                self._settle(what, deadline)
+            seq = self._next_seq()
+            payload = wire.encode(kind(run=self._run, epoch=self._epoch, sender=self._sender, seq=seq, pages=runs))
+            if len(payload) > wire.MAX_MESSAGE:
+                raise ValueError(f"{len(runs)} separate runs of pages are too many for one operation; split it")
+            replies = self._ask(self._stages, payload, seq, deadline)
+            if len(replies) == len(self._stages) and all(type(reply) is Done for reply in replies.values()):
+                return
+            failures = self._failures(replies, time.monotonic() - started, good=Done)
+            self._take_back(seq, replies, started + self._timeout_s)
+            raise self._error(what, failures, replies.values())
+
+    def _take_back(self, of: int, replies: Mapping[_Leader, Reply], deadline: float) -> None:
+        applied = [stage for stage, reply in replies.items() if isinstance(reply, Done)]
+        silent = [stage for stage in self._stages if stage not in replies]
+        seq = self._next_seq()
+        undo = wire.encode(Undo(run=self._run, epoch=self._epoch, sender=self._sender, seq=seq, of=of))
+        for stage in silent:  # it takes the operation back when it wakes; whether it did is asked before the next one
+            stage.send(undo)
+        answers = self._ask(applied, undo, seq, deadline)
+        self._unsettled = silent + [stage for stage in applied if not isinstance(answers.get(stage), Done)]
+        self._unsettled_seq = of
+
+    def _settle(self, what: str, deadline: float) -> None:
+        """Have the stages confirm that the operation in doubt is taken back."""
+        started = time.monotonic()
+        seq = self._next_seq()
+        undo = Undo(run=self._run, epoch=self._epoch, sender=self._sender, seq=seq, of=self._unsettled_seq)
+        answers = self._ask(self._unsettled, wire.encode(undo), seq, deadline)
+        failures = self._failures(answers, time.monotonic() - started, good=Done, among=self._unsettled)
+        self._unsettled = [stage for stage in self._unsettled if not isinstance(answers.get(stage), Done)]
+        if failures:
+            raise self._error(f"{what}: an earlier operation is not taken back yet", failures)
+
+    def _next_seq(self) -> int:
+        self._seq += 1
+        return self._seq
+
+    def _ask(self, stages: Iterable[_Leader], payload: bytes, seq: int, deadline: float) -> dict[_Leader, Reply]:
+        """Send to all stages, repeat where nothing comes, and collect the replies until the deadline."""
+        waiting = list(stages)
+        for stage in waiting:
+            stage.send(payload)
+        replies: dict[_Leader, Reply] = {}
+        interval = repeat_at = 0.0
+        while True:
+            still: list[_Leader] = []
+            for stage in waiting:
+                # Only the first that is missing is waited for; the answers of the others queue up meanwhile.
+                reply = stage.receive(seq, wait=not still)
+                if reply is None:
+                    still.append(stage)
+                else:
+                    replies[stage] = reply
+            if not still:
+                return replies
+            waiting = still
+            now = time.monotonic()
+            if now >= deadline:
+                return replies
+            if not interval:
+                interval = (deadline - now) / (self._retries + 1)
+                repeat_at = now + interval
+            elif now >= repeat_at:
+                repeat_at += interval
+                for stage in waiting:
+                    stage.send(payload)
+
+    def _failures(
+        self,
+        replies: Mapping[_Leader, Reply],
+        waited_s: float,
+        *,
+        good: type[Reply],
+        among: Iterable[_Leader] | None = None,
+    ) -> dict[int, str]:
+        """Global rank -> why it failed, for every stage whose reply is not a good one."""
+        failures: dict[int, str] = {}
+        for stage in self._stages if among is None else among:
+            match replies.get(stage):
+                case None:
+                    failures[stage.global_rank] = (
+                        f"the listener of stage {stage.pp_rank} did not answer within {waited_s:.2f} s"
+                    )
+                case Failed(results=results):
+                    failures |= {result.global_rank: result.error or "failed" for result in results}
+                case Refused(reason=reason):
+                    failures[stage.global_rank] = f"the listener of stage {stage.pp_rank} refused: {reason}"
+                case reply if not isinstance(reply, good):
+                    failures[stage.global_rank] = (
+                        f"the listener of stage {stage.pp_rank} answered with {type(reply).__name__}"
+                    )
+        return failures
+
+    def _error(self, what: str, failures: Mapping[int, str], replies: Iterable[Reply] = ()) -> KVCommitError:
+        settled = not self._unsettled and all(reply.settled for reply in replies if isinstance(reply, Failed))
+        reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(failures.items()))
+        return KVCommitError(f"{what}: {reasons}.", failures=failures, settled=settled)
+
+
+def _named(runs: Sequence[PageRun]) -> str:
+    """The pages, as a person reads them; the first few runs."""
+    names = [str(first) if n == 1 else f"{first}-{first + n - 1}" for first, n in runs[:4]]
+    total = sum(n for _, n in runs)
+    return f"page{'s' if total > 1 else ''} {', '.join(names)}{', ...' if len(runs) > 4 else ''}"

@@ -1,0 +1,237 @@
+"""The StageListener: answers the KVCacheManagers' requests for one pipeline stage, on the stage's tp_rank 0."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import zmq
+
+from kvlaunch.kv.ipc import wire
+from kvlaunch.kv.ipc.links import Link, LinkClosedError, claim_path, listen_seqpacket, peer_uid
+from kvlaunch.kv.ipc.messages import (
+    Done,
+    Map,
+    Ping,
+    Pong,
+    Refused,
+    Reply,
+    Request,
+    SetLimit,
+    State,
+    Undo,
+    Unmap,
+    Welcome,
+)
+from kvlaunch.kv.ipc.stage import Stage
+from kvlaunch.kv.rank import RankMemory
+
+log = logging.getLogger(__name__)
+
+_SENDERS_REMEMBERED = 64
+_HELLO_TIMEOUT_S = 1.0
+_IPC = "ipc://"
+
+
+class StageListener:
+    """Two threads: one serves requests (ZeroMQ ROUTER), the other takes in the stage's peers (SOCK_SEQPACKET).
+
+    Requests are served one after the other. The last operation of each sender is remembered with its reply, so one
+    that is repeated because the reply was lost is answered and not applied again. Bytes that are no request are
+    answered with Refused; messages over 1 MiB end their connection, which its owner makes anew.
+
+    Args:
+        rank: this process's memory (tp_rank 0 of the stage). Not closed here.
+        endpoint: `ipc://<path>`.
+        peer_path: socket on which the peers join.
+        peers: global ranks of the stage's other members.
+        peer_timeout_s: seconds that an operation may take inside the stage, taking back included. Make it at most half
+            of the requesters' deadline, so that they learn which rank it was.
+        on_limit: called with the new limit (pages, or None) for SetLimit; without it such requests are refused.
+    """
+
+    def __init__(
+        self,
+        rank: RankMemory,
+        *,
+        endpoint: str,
+        peer_path: Path,
+        peers: Sequence[int],
+        peer_timeout_s: float = 2.0,
+        on_limit: Callable[[int | None], None] | None = None,
+    ) -> None:
+        if not endpoint.startswith(_IPC):
+            raise ValueError(f"endpoint {endpoint!r}: must be {_IPC}<path>")
+        self._rank = rank
+        self._endpoint = endpoint
+        self._socket_path = Path(endpoint.removeprefix(_IPC))
+        if not self._socket_path.is_absolute():
+            raise ValueError(f"endpoint {endpoint!r}: the path must be absolute")
+        self._peer_path = peer_path
+        self._peers = tuple(peers)
+        self._on_limit = on_limit
+        self._stage = Stage(rank, peers=peers, timeout_s=peer_timeout_s)
+        self._replies: dict[str, tuple[int, bytes]] = {}
+        self._closing = threading.Event()
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._server: socket.socket | None = None
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Bind both sockets and serve. What a dead process left at their paths is replaced.
+
+        Raises:
+            OSError: somebody listens there already, or the path cannot be used.
+        """
+        claim_path(self._socket_path, socket.SOCK_STREAM)
+        if self._peers:
+            self._server = listen_seqpacket(self._peer_path, len(self._peers) + 4)
+        try:
+            self._context, router = self._bind()
+        except zmq.ZMQError as error:
+            self._close_server()
+            raise OSError(error.errno, f"cannot bind {self._endpoint}: {error.strerror}") from error
+        name = f"kvlaunch-stage{self._rank.pp_rank}"
+        self._threads = [threading.Thread(target=self._serve, args=(router,), name=name, daemon=True)]
+        if self._server is not None:
+            accept = threading.Thread(target=self._admit_all, args=(self._server,), name=f"{name}-join", daemon=True)
+            self._threads.append(accept)
+        for thread in self._threads:
+            thread.start()
+
+    def wait_ready(self, timeout: float) -> None:
+        """Wait until every peer has joined.
+
+        Raises:
+            KVCommitError: names those that have not within `timeout` seconds.
+        """
+        self._stage.wait_ready(timeout)
+
+    def close(self) -> None:
+        """End both threads and remove the sockets. May be called twice. An operation under way is given up."""
+        self._closing.set()
+        self._close_server()
+        self._stage.close()
+        if self._context is not None:
+            self._context.term()  # ends the serving thread's wait, and waits for it to close its socket
+            self._context = None
+            self._socket_path.unlink(missing_ok=True)
+        for thread in self._threads:
+            thread.join()
+        self._stage.close()  # a peer may have joined meanwhile
+
+    def _bind(self) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
+        context = zmq.Context()
+        router = context.socket(zmq.ROUTER)
+        router.linger = 0
+        router.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE)
+        try:
+            router.bind(self._endpoint)
+            self._socket_path.chmod(0o600)
+        except (zmq.ZMQError, OSError):
+            router.close()
+            context.term()
+            raise
+        return context, router
+
+    def _close_server(self) -> None:
+        if self._server is not None:
+            # shutdown wakes the thread that waits in accept; close alone would leave it there
+            self._server.shutdown(socket.SHUT_RDWR)
+            self._server.close()
+            self._server = None
+            self._peer_path.unlink(missing_ok=True)
+
+    def _serve(self, router: zmq.Socket[bytes]) -> None:
+        try:
+            while True:
+                frames = router.recv_multipart()
+                if len(frames) == 2:
+                    router.send_multipart((frames[0], self._answer(frames[1])))
+        except zmq.ContextTerminated:
+            pass
+        finally:
+            router.close()
+
+    def _answer(self, raw: bytes) -> bytes:
+        try:
+            request = wire.decode_request(raw)
+        except wire.DecodeError as error:
+            return wire.encode(Refused(seq=-1, reason=f"not a request: {error}"))
+        rank = self._rank
+        if request.run != rank.run or request.epoch != rank.epoch:
+            reason = (
+                f"stage {rank.pp_rank} here belongs to run {rank.run} epoch {rank.epoch}, the request to run"
+                f" {request.run} epoch {request.epoch}"
+            )
+            return wire.encode(Refused(seq=request.seq, reason=reason))
+        if isinstance(request, Map | Unmap | Undo):
+            return self._operate(request, raw)
+        return wire.encode(self._inform(request, raw))
+
+    def _operate(self, request: Map | Unmap | Undo, raw: bytes) -> bytes:
+        last = self._replies.get(request.sender)
+        if last is not None and request.seq <= last[0]:
+            if request.seq == last[0]:
+                return last[1]
+            reason = f"operation {request.seq} came after {last[0]} of the same sender"
+            return wire.encode(Refused(seq=request.seq, reason=reason))
+        reply = wire.encode(self._stage.commit(request, raw))
+        if last is None and len(self._replies) >= _SENDERS_REMEMBERED:
+            del self._replies[next(iter(self._replies))]
+        self._replies[request.sender] = (request.seq, reply)
+        return reply
+
+    def _inform(self, request: Request, raw: bytes) -> Reply:
+        match request:
+            case State():
+                return self._stage.state(request, raw)
+            case Ping():
+                return Pong(seq=request.seq, global_rank=self._rank.global_rank, pid=os.getpid())
+            case SetLimit() if self._on_limit is not None:
+                self._on_limit(request.pages)
+                return Done(seq=request.seq)
+        return Refused(seq=request.seq, reason=f"{type(request).__name__} is not served here")
+
+    def _admit_all(self, server: socket.socket) -> None:
+        while not self._closing.is_set():
+            try:
+                sock, _ = server.accept()
+            except OSError as error:
+                if not self._closing.is_set():
+                    log.warning("a KV peer could not be accepted: %s", error)
+                    self._closing.wait(0.1)
+                continue
+            error_text = self._admit(sock)
+            if error_text is not None:
+                log.warning("a process that wanted to join stage %d was refused: %s", self._rank.pp_rank, error_text)
+
+    def _admit(self, sock: socket.socket) -> str | None:
+        """Take one peer in, or close its connection; the reason why it was refused."""
+        link = Link(sock)
+        if peer_uid(sock) != os.getuid():
+            link.close()
+            return "it belongs to another user"
+        try:
+            sock.settimeout(_HELLO_TIMEOUT_S)
+            exchange, raw = link.receive()
+            hello = wire.decode_hello(raw)
+            sock.settimeout(None)
+            if hello.run != self._rank.run or hello.epoch != self._rank.epoch:
+                error: str | None = f"rank {hello.global_rank} belongs to run {hello.run} epoch {hello.epoch}"
+            else:
+                error = self._stage.refusal(hello.global_rank)
+            # Welcome goes out before the first request can: only join publishes the link.
+            link.send(exchange, wire.encode(Welcome(error=error)))
+        except (LinkClosedError, TimeoutError, wire.DecodeError) as problem:
+            link.close()
+            return str(problem) or type(problem).__name__
+        if error is not None:
+            link.close()
+            return error
+        self._stage.join(hello.global_rank, link)
+        return None

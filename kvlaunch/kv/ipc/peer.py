@@ -1,0 +1,120 @@
+"""The StagePeer: serves its stage's leader on a rank that is not tp_rank 0."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from kvlaunch.kv.ipc import wire
+from kvlaunch.kv.ipc.links import Link, LinkClosedError
+from kvlaunch.kv.ipc.messages import Hello, Map, RankResult, State, Undo, Unmap
+from kvlaunch.kv.rank import RankMemory
+
+log = logging.getLogger(__name__)
+
+_decode = msgspec.msgpack.Decoder(Map | Unmap | Undo | State).decode
+_RETRY_S = 0.02
+
+
+class StagePeer:
+    """A thread that joins the stage's leader, applies what it asks, and answers.
+
+    Where the connection breaks, it joins again.
+
+    Args:
+        rank: this process's memory. Not closed here.
+        peer_path: socket on which the leader takes peers in.
+        connect_timeout_s: seconds to wait for the leader, at the start and after a broken connection.
+    """
+
+    def __init__(self, rank: RankMemory, *, peer_path: Path, connect_timeout_s: float = 60.0) -> None:
+        self._rank = rank
+        self._path = peer_path
+        self._connect_timeout_s = connect_timeout_s
+        self._ok = wire.encode(RankResult(global_rank=rank.global_rank))
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._link: Link | None = None
+        self._thread: threading.Thread | None = None
+        self._last_refusal = ""
+        self.error: str | None = None
+        """Why the thread ended by itself, or None."""
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name=f"kvlaunch-rank{self._rank.global_rank}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread. May be called twice."""
+        self._closing.set()
+        with self._lock:
+            if self._link is not None:
+                self._link.close()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            link = self._connect()
+            if link is None:
+                if not self._closing.is_set():
+                    self.error = (
+                        f"could not join a KV listener at {self._path} within {self._connect_timeout_s:g} s"
+                        f" ({self._last_refusal})"
+                    )
+                    log.warning("rank %d: %s", self._rank.global_rank, self.error)
+                return
+            with self._lock:
+                self._link = link
+                if self._closing.is_set():
+                    link.close()
+            self._serve(link)
+            link.close()
+
+    def _connect(self) -> Link | None:
+        deadline = time.monotonic() + self._connect_timeout_s
+        rank = self._rank
+        hello = wire.encode(Hello(run=rank.run, epoch=rank.epoch, global_rank=rank.global_rank))
+        while not self._closing.is_set() and time.monotonic() < deadline:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                sock.connect(os.fspath(self._path))
+                link = Link(sock)
+                link.send(0, hello)
+                refusal = wire.decode_welcome(link.receive()[1]).error
+                if refusal is None:
+                    return link
+            except (OSError, wire.DecodeError) as error:
+                refusal = str(error)
+            sock.close()
+            self._last_refusal = refusal
+            self._closing.wait(_RETRY_S)
+        return None
+
+    def _serve(self, link: Link) -> None:
+        """Answer until the connection ends."""
+        try:
+            while True:
+                exchange, raw = link.receive()
+                link.send(exchange, self._answer(raw))
+        except LinkClosedError:
+            return
+        except OSError as error:
+            if not self._closing.is_set():
+                log.warning("rank %d: the connection to its KV listener broke: %s", self._rank.global_rank, error)
+
+    def _answer(self, raw: bytes | memoryview) -> bytes:
+        try:
+            request = _decode(raw)
+        except wire.DecodeError as error:
+            return wire.encode(RankResult(global_rank=self._rank.global_rank, error=f"not a request: {error}"))
+        if isinstance(request, State):
+            return wire.encode(self._rank.state())
+        result = self._rank.apply(request)
+        return self._ok if result.error is None else wire.encode(result)
