@@ -6,6 +6,7 @@ is not set. It does not depend on TMPDIR: a unix socket's path may have 107 byte
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Iterator
@@ -21,9 +22,17 @@ SOCKET_PATH_LIMIT = 107
 def runs_root() -> Path:
     """The folder that holds the run folders of this user. Nothing is created."""
     base = os.environ.get("XDG_RUNTIME_DIR")
-    if base and os.path.isdir(base) and len(os.fsencode(base)) <= 40:
+    if base and Path(base).is_dir() and len(os.fsencode(base)) <= 40:
         return Path(base) / "kvlaunch"
     return Path(f"/tmp/kvlaunch-{os.getuid()}")
+
+
+def _is_private(path: Path) -> bool:
+    try:
+        st = path.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(st.st_mode) and st.st_uid == os.getuid() and not st.st_mode & 0o077
 
 
 def _private_dir(path: Path) -> None:
@@ -32,12 +41,9 @@ def _private_dir(path: Path) -> None:
     Raises:
         ConfigError: it is a link, another user's, or open to others.
     """
-    try:
+    with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700, parents=False)
-    except FileExistsError:
-        pass
-    st = path.lstat()
-    if not stat.S_ISDIR(st.st_mode) or st.st_uid != os.getuid() or st.st_mode & 0o077:
+    if not _is_private(path):
         raise ConfigError(
             f"{path} must be a folder of your own that nobody else can enter (mode 0700), and it is not.",
             hint=f"Remove it or mend it: chmod 700 {path}; or point XDG_RUNTIME_DIR to a private folder.",
@@ -71,6 +77,10 @@ class RunPaths:
         """One JSON object a line, appended by every process of the run."""
         return self.root / "events.jsonl"
 
+    def agent(self, node_rank: int) -> Path:
+        """What the agent of a node writes down of itself."""
+        return self.root / f"agent-{node_rank}.json"
+
     @property
     def logs(self) -> Path:
         return self.root / "logs"
@@ -78,6 +88,11 @@ class RunPaths:
     @property
     def engine_log(self) -> Path:
         return self.logs / "engine.log"
+
+    @property
+    def agent_log(self) -> Path:
+        """Output of this node's agent and of the launcher in the background."""
+        return self.logs / "agent.log"
 
     def rank_log(self, global_rank: int) -> Path:
         return self.logs / f"rank{global_rank}.log"
@@ -107,8 +122,11 @@ class RunPaths:
 def all_runs() -> Iterator[RunPaths]:
     """Every run folder of this user, live or dead, oldest first."""
     root = runs_root()
-    if not root.is_dir():
+    if not _is_private(root):  # files in another user's folder are not to be believed
         return
-    entries = [p for p in root.iterdir() if p.is_dir() and (p / "plan.json").exists()]
-    for path in sorted(entries, key=lambda p: p.stat().st_mtime):
+    found = []
+    for path in root.iterdir():
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            found.append(((path / "plan.json").stat().st_mtime_ns, path))
+    for _, path in sorted(found):
         yield RunPaths(path)

@@ -1,0 +1,33 @@
+"""`kvlaunch up`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from kvlaunch.cli.progress import TerminalReporter
+from kvlaunch.launch.launcher import launch
+from kvlaunch.launch.ports import free_port
+from kvlaunch.plan.types import LaunchPlan
+
+if TYPE_CHECKING:
+    from kvlaunch.config.schema import LaunchConfig
+
+
+def run(config: LaunchConfig, *, detach: bool, verbose: bool, json_output: bool) -> int:
+    """Plan, then execute the plan. Returns the exit code; raises KVLaunchError."""
+    from kvlaunch.plan.host import probe_host
+    from kvlaunch.plan.ids import new_run_id
+    from kvlaunch.plan.planner import make_plan
+
+    if config.server.port == 0:
+        server = dataclasses.replace(config.server, port=free_port(config.server.host))
+        config = dataclasses.replace(config, server=server)
+    plan = make_plan(config, run=new_run_id(config), host=probe_host())
+    return execute(plan, detach=detach, verbose=verbose, json_output=json_output)
+
+
+def execute(plan: LaunchPlan, *, detach: bool = False, verbose: bool = False, json_output: bool = False) -> int:
+    """Execute a plan with progress on the terminal. Returns the exit code; raises KVLaunchError."""
+    with TerminalReporter(json_output=json_output) as reporter:
+        return launch(plan, reporter, detach=detach, verbose=verbose)

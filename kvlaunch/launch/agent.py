@@ -1,0 +1,224 @@
+"""The agent of a node: `python -m kvlaunch.launch.agent RUN_DIR NODE_RANK LAUNCHER_PID`, in the engine's environment.
+
+torch.distributed.elastic is the rendezvous and the supervisor; this module tells it what to start, ends the engine
+with everything that the engine started, and ends it too when the launcher dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvlaunch import env
+from kvlaunch.errors import EngineError, RendezvousError
+from kvlaunch.events import emit
+from kvlaunch.launch.failure import archive_failures
+from kvlaunch.launch.linux import become_subreaper
+from kvlaunch.launch.members import end_everything, remove_sockets
+from kvlaunch.launch.paths import RunPaths
+from kvlaunch.launch.procfs import Identity, collect_orphans, descendants, identity_of, scan
+from kvlaunch.launch.state import AgentExit, AgentRecord, RunState, load_state, save_agent, save_state
+from kvlaunch.launch.tether import wait_for_end
+from kvlaunch.plan.types import LaunchPlan
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server import WorkerGroup
+    from torch.distributed.elastic.agent.server.api import RunResult
+
+MONITOR_INTERVAL_S = 0.2
+CHILDREN_GRACE_S = 1.0
+"""After the engine has ended as asked, its children (a resource tracker, say) may take so long to follow."""
+
+
+class Agent:
+    """One node's part of a run."""
+
+    def __init__(self, paths: RunPaths, plan: LaunchPlan, node_rank: int, launcher_pid: int) -> None:
+        me = identity_of(os.getpid())
+        assert me is not None  # the process that asks exists
+        self.paths = paths
+        self.plan = plan
+        self.node_rank = node_rank
+        self.launcher_pid = launcher_pid
+        self.record = AgentRecord(agent=me, node_rank=node_rank)
+        self._ending = threading.Lock()
+
+    @property
+    def known(self) -> list[Identity]:
+        return [self.record.engine] if self.record.engine else []
+
+    def run(self) -> int:
+        """Returns the exit code of the agent process."""
+        save_agent(self.paths, self.record)
+        threading.Thread(target=self._follow_launcher, name="kvlaunch-launcher", daemon=True).start()
+        ended = self._supervise()
+        with self._ending:  # from here on the launcher's death changes nothing
+            self.kill_children()
+            self.record.ended = ended
+            save_agent(self.paths, self.record)
+        codes = {"stopped": 0, "rendezvous": RendezvousError.exit_code, "engine": EngineError.exit_code}
+        return codes.get(ended.kind, 1)
+
+    def engine_started(self, pid: int, epoch: int) -> None:
+        self.record.engine = identity_of(pid)
+        self.record.epoch = epoch
+        save_agent(self.paths, self.record)
+        emit(self.paths.events, "engine", detail=f"pid {pid}, epoch {epoch}")
+
+    def before_start(self, epoch: int) -> None:
+        """Clear what an earlier epoch has left."""
+        if epoch > 0:
+            archive_failures(self.paths.root, epoch - 1)
+            remove_sockets(self.paths)
+
+    def kill_children(self, *, grace_s: float = 0.0) -> None:
+        """SIGKILL every descendant that is still there after `grace_s` seconds."""
+        me = os.getpid()
+        deadline = time.monotonic() + grace_s
+        while time.monotonic() < deadline:
+            table = scan()
+            if all(table[pid].zombie for pid in descendants([me], table)):
+                break
+            time.sleep(0.02)
+        end_everything(self.paths.run, self.known, roots=[me])
+        collect_orphans(keep=[pid for pid, _ in self.known])
+
+    def _follow_launcher(self) -> None:
+        wait_for_end(self.launcher_pid)
+        with self._ending:
+            state = load_state(self.paths)
+            end_everything(self.paths.run, self.known, state.shm if state else (), roots=[os.getpid()])
+            remove_sockets(self.paths)
+            emit(self.paths.events, "failed", detail="the launcher was killed")
+            if state and not state.state.final:
+                state.state = RunState.FAILED
+                state.ended_at = time.time()
+                save_state(self.paths, state)
+            os._exit(1)
+
+    def _supervise(self) -> AgentExit:
+        from torch.distributed.elastic.multiprocessing import SignalException
+        from torch.distributed.elastic.rendezvous import RendezvousError as TorchRendezvousError
+
+        try:
+            result = self._run_elastic()
+        except SignalException:
+            return AgentExit(kind="stopped")
+        except TorchRendezvousError as exc:
+            return AgentExit(kind="rendezvous", message=f"{type(exc).__name__}: {exc}")
+        if result is None:
+            return AgentExit(kind="stopped")
+        for failure in result.failures.values():
+            return AgentExit(kind="engine", status=failure.exitcode)
+        return AgentExit(kind="engine", status=0)
+
+    def _run_elastic(self) -> RunResult | None:
+        from torch.distributed.elastic.agent.server import WorkerSpec
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+        from torch.distributed.elastic.rendezvous import RendezvousParameters
+        from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+        rdzv, one_node = self.plan.rdzv, self.plan.nnodes == 1
+        timeout = max(1, round(rdzv.timeout_s))
+        # join_timeout and read_timeout are c10d's, rank and timeout are the static backend's.
+        options: dict[str, Any] = {
+            "join_timeout": timeout,
+            "read_timeout": timeout,
+            "rank": self.node_rank,
+            "timeout": timeout,
+        }
+        if one_node:
+            options["is_host"] = True
+        handler = get_rendezvous_handler(
+            RendezvousParameters(
+                backend=rdzv.backend,
+                endpoint=rdzv.endpoint,
+                run_id=rdzv.id,
+                min_nodes=self.plan.nnodes,
+                max_nodes=self.plan.nnodes,
+                local_addr="localhost" if one_node else None,
+                **options,
+            )
+        )
+        spec = WorkerSpec(
+            role="engine",
+            local_world_size=1,
+            rdzv_handler=handler,
+            entrypoint=sys.executable,
+            args=("-m", "kvlaunch.launch.enter", str(self.paths.root), str(self.node_rank)),
+            max_restarts=self.plan.max_restarts,
+            monitor_interval=MONITOR_INTERVAL_S,
+            local_addr="localhost" if one_node else None,
+        )
+        elastic = _elastic_agent(self, spec, DefaultLogsSpecs(log_dir=os.devnull))
+        try:
+            result: RunResult | None = elastic.run()
+        finally:
+            handler.shutdown()
+        return result
+
+
+def _elastic_agent(agent: Agent, spec: Any, logs_specs: Any) -> Any:
+    """A LocalElasticAgent that leaves no process behind: torch is imported only here."""
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    class EngineAgent(LocalElasticAgent):  # type: ignore[misc]
+        """Ends the engine by SIGTERM to the engine's own process, as its operator would, before anything harder."""
+
+        def _rendezvous(self, worker_group: WorkerGroup) -> None:
+            super()._rendezvous(worker_group)
+            emit(agent.paths.events, "rendezvous", detail=f"node {worker_group.group_rank} of {agent.plan.nnodes}")
+
+        def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+            epoch = spec.max_restarts - self._remaining_restarts
+            agent.before_start(epoch)
+            pids: dict[int, Any] = super()._start_workers(worker_group)
+            agent.engine_started(pids[0], epoch)
+            return pids
+
+        def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
+            grace_s = 0.0
+            if self._engine_runs():
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: the launcher can still kill
+                ended = self._end_engine(agent.plan.timeouts.term_s)
+                grace_s = CHILDREN_GRACE_S if ended else 0.0
+            agent.kill_children(grace_s=grace_s)
+            super()._shutdown(signal.SIGKILL)
+
+        def _engine_runs(self) -> bool:
+            return self._pcontext is not None and any(
+                handler.proc.poll() is None for handler in self._pcontext.subprocess_handlers.values()
+            )
+
+        def _end_engine(self, timeout_s: float) -> bool:
+            deadline = time.monotonic() + timeout_s
+            for pid in self._pcontext.pids().values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+            while self._engine_runs() and time.monotonic() < deadline:
+                time.sleep(0.02)
+            return not self._engine_runs()
+
+    return EngineAgent(spec, logs_specs)
+
+
+def main() -> int:
+    paths, node_rank, launcher_pid = RunPaths(Path(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
+    if os.getppid() != launcher_pid:  # it ended before the agent could watch it
+        return 1
+    become_subreaper()
+    os.environ[env.AGENT_PID] = str(os.getpid())
+    os.environ[env.LAUNCHER_PID] = str(launcher_pid)
+    # The engine makes its own stores: it must not take the agent's for its rank 0's (torch's env:// and tcp:// do).
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    return Agent(paths, LaunchPlan.load(paths.plan), node_rank, launcher_pid).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""Shared memory segments of a run's processes, found by what they have mapped or open."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from kvlaunch.launch.procfs import all_pids
+
+SHM = Path("/dev/shm")
+KEPT_PREFIX = "kvlaunch"
+"""Segments that outlive a run on purpose: what several runs share."""
+
+
+class Segment(msgspec.Struct, frozen=True, order=True):
+    """One file of /dev/shm."""
+
+    name: str
+    inode: int
+
+
+def segments_of(pids: Iterable[int]) -> set[Segment]:
+    """Segments that have a name still and that one of the processes has mapped or open."""
+    names: set[str] = set()
+    for pid in pids:
+        names |= _mapped(pid)
+    found = set()
+    for name in names:
+        try:
+            found.add(Segment(name, (SHM / name).stat().st_ino))
+        except OSError:
+            continue
+    return found
+
+
+def _mapped(pid: int) -> set[str]:
+    prefix = f"{SHM}/"
+    names = set()
+    try:
+        with Path(f"/proc/{pid}/maps").open(errors="replace") as lines:
+            for line in lines:
+                _, slash, rest = line.partition(prefix)
+                if slash and not rest.endswith(" (deleted)\n"):
+                    names.add(rest.rstrip("\n"))
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            target = str(fd.readlink())
+            if target.startswith(prefix) and not target.endswith(" (deleted)"):
+                names.add(target.removeprefix(prefix))
+    except OSError:
+        pass  # it ended meanwhile, or is not ours to look into
+    return {name for name in names if not name.startswith(KEPT_PREFIX)}
+
+
+def unlink_segments(segments: Iterable[Segment]) -> list[Segment]:
+    """Remove the segments that still are what was recorded and that no live process uses. Returns those removed."""
+    ours = {s for s in segments if _is_ours(s)}
+    if not ours:
+        return []
+    ours -= segments_of(all_pids())
+    for segment in ours:
+        (SHM / segment.name).unlink(missing_ok=True)
+    return sorted(ours)
+
+
+def _is_ours(segment: Segment) -> bool:
+    try:
+        st = (SHM / segment.name).lstat()
+    except OSError:
+        return False
+    return st.st_ino == segment.inode and st.st_uid == os.getuid()

@@ -1,0 +1,235 @@
+"""The launcher's heart: starts the agent, waits until the engine is ready, ends everything.
+
+It owns its process: it handles the signals, it adopts orphans (PR_SET_CHILD_SUBREAPER), and at the end it kills every
+descendant.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+
+from kvlaunch.errors import EngineError, KVLaunchError
+from kvlaunch.events import emit
+from kvlaunch.launch.diagnose import agent_ended, engine_failed, report_of
+from kvlaunch.launch.failure import first_failure
+from kvlaunch.launch.linux import become_subreaper
+from kvlaunch.launch.members import end_everything, remove_sockets, run_members
+from kvlaunch.launch.paths import RunPaths
+from kvlaunch.launch.probe import requests_in_work
+from kvlaunch.launch.procfs import Identity, collect_orphans, identity_of
+from kvlaunch.launch.readiness import Readiness
+from kvlaunch.launch.reporter import Reporter
+from kvlaunch.launch.runs import describe
+from kvlaunch.launch.shm import segments_of
+from kvlaunch.launch.signals import Signals
+from kvlaunch.launch.state import RunState, StateRecord, load_agent, save_state
+from kvlaunch.launch.urls import local_address, url_of
+from kvlaunch.launch.watch import EventWatch, LogWatch
+from kvlaunch.plan.types import LaunchPlan
+
+TURN_S = 0.1
+FAILURE_GRACE_S = 10.0
+"""After a rank has recorded a failure in start-up, the engine has so long to end by itself."""
+SNAPSHOT_S = 2.0
+SNAPSHOT_READY_S = 10.0
+AGENT_MARGIN_S = 2.0
+"""What the agent may take beyond the grace period of the engine."""
+
+
+class Supervisor:
+    """One run, from the start of its agent until nothing of it is left."""
+
+    def __init__(self, paths: RunPaths, plan: LaunchPlan, reporter: Reporter, *, verbose: bool = False) -> None:
+        me = identity_of(os.getpid())
+        assert me is not None  # the process that asks exists
+        self.paths = paths
+        self.plan = plan
+        self.reporter = reporter
+        self.record = StateRecord(
+            run=plan.run,
+            name=plan.name,
+            engine=plan.engine,
+            model=plan.model.name,
+            state=RunState.STARTING,
+            url=url_of(plan.server),
+            owner=me,
+            started_at=time.time(),
+        )
+        self._started = time.monotonic()
+        self._events = EventWatch(paths, plan)
+        self._logs = LogWatch(paths, plan) if verbose else None
+        self._readiness = Readiness(paths, plan)
+        self._snapshot_at = 0.0
+        self._failed_at: float | None = None
+
+    def run(self, signals: Signals) -> int:
+        """Serve until asked to end.
+
+        Returns:
+            0 when the end was asked for after the engine was ready, else 128 + the number of the signal that asked.
+
+        Raises:
+            KVLaunchError: the run failed; nothing of it is left.
+        """
+        self._signals = signals
+        become_subreaper()
+        save_state(self.paths, self.record)
+        self._spawn_agent()
+        try:
+            self._serve()
+            code = self._stop()
+        except BaseException as exc:
+            self._finish(exc)
+            raise
+        self._finish(None)
+        return code
+
+    def _spawn_agent(self) -> None:
+        command = [self.plan.engine_python, "-P", "-m", "kvlaunch.launch.agent"]
+        with self.paths.agent_log.open("ab") as log:
+            self._agent = subprocess.Popen(
+                [*command, str(self.paths.root), "0", str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self._agent_fd = os.pidfd_open(self._agent.pid)
+        emit(self.paths.events, "spawned", detail=f"agent, pid {self._agent.pid}")
+
+    def _serve(self) -> None:
+        """Return when the end was asked for; raise when the run has failed."""
+        self._readiness.start()
+        while self._signals.first is None:
+            self._signals.wait(TURN_S, self._agent_fd)
+            self._look()
+            if self._agent.poll() is not None:
+                ended = load_agent(self.paths, 0)
+                raise agent_ended(self.paths, self.plan, ended.ended if ended else None, self._agent.returncode)
+            if self.record.state is RunState.STARTING:
+                self._look_at_start()
+
+    def _look(self) -> None:
+        restarted = False
+        for phase, text in self._events.news():
+            self.reporter.phase(time.monotonic() - self._started, phase, text)
+            restarted |= phase == "engine" and self._events.epoch > 0
+        if restarted:
+            self._await_readiness_again()
+        if self._logs:
+            for source, line in self._logs.news():
+                self.reporter.log(source, line)
+        if time.monotonic() >= self._snapshot_at:
+            self._snapshot()
+
+    def _await_readiness_again(self) -> None:
+        self._readiness.cancel()
+        self._readiness = Readiness(self.paths, self.plan)
+        self._readiness.start()
+        self._failed_at = None
+        self._become(RunState.STARTING)
+
+    def _look_at_start(self) -> None:
+        now = time.monotonic()
+        if self._readiness.ready.is_set():
+            self._ready()
+            return
+        if self._failed_at is None and first_failure(self.paths.root):
+            self._failed_at = now
+        if self._failed_at is not None and now - self._failed_at > FAILURE_GRACE_S:
+            raise engine_failed(self.paths, "failed in start-up and did not end")
+        # A restarted engine has the whole time again.
+        if now - max(self._started, self._events.engine_started) > self.plan.timeouts.ready_s:
+            raise self._not_ready()
+
+    def _not_ready(self) -> EngineError:
+        limit = f"{self.plan.timeouts.ready_s:g} s"
+        return engine_failed(self.paths, f"was not ready after {limit} (timeouts.ready_s): {self._readiness.last}")
+
+    def _ready(self) -> None:
+        self.record.ready_at = time.time()
+        self._become(RunState.READY)
+        self._snapshot()
+        emit(self.paths.events, "ready", detail=self.record.url)
+        self._look()
+        self.reporter.ready(self.plan, describe(self.paths, self.record, self.plan))
+
+    def _become(self, state: RunState) -> None:
+        self.record.become(state)
+        save_state(self.paths, self.record)
+
+    def _known(self) -> list[Identity]:
+        """Processes of the run that have been seen, the agent and the engine first."""
+        agent = load_agent(self.paths, 0)
+        first = [agent.agent, *([agent.engine] if agent.engine else [])] if agent else []
+        return list(dict.fromkeys([*first, *self.record.processes]))
+
+    def _snapshot(self) -> None:
+        """Write down what the run consists of, for whoever must clean up after a launcher that was killed."""
+        ready = self.record.state is RunState.READY
+        self._snapshot_at = time.monotonic() + (SNAPSHOT_READY_S if ready else SNAPSHOT_S)
+        members = run_members(self.paths.run, self._known(), roots=[os.getpid()])
+        processes = [process.identity for process in members if not process.zombie]
+        shm = sorted(segments_of(process.pid for process in members))
+        if processes != self.record.processes or shm != self.record.shm:
+            self.record.processes, self.record.shm = processes, shm
+            save_state(self.paths, self.record)
+
+    def _stop(self) -> int:
+        was_ready = self.record.ready_at is not None
+        signum = self._signals.first
+        assert signum is not None  # _serve returns for no other reason
+        self._become(RunState.STOPPING)
+        emit(self.paths.events, "stopping", detail=signum.name)
+        self._readiness.cancel()
+        self.reporter.note(f"{signum.name}: ending (Ctrl-C again kills at once)")
+        if was_ready:
+            self._drain()
+        if not self._signals.kill_now:
+            self._agent.terminate()
+            self._wait_for_agent(self.plan.timeouts.term_s + AGENT_MARGIN_S)
+        return 0 if was_ready else 128 + signum
+
+    def _drain(self) -> None:
+        """Give running requests up to drain_s to finish."""
+        deadline = time.monotonic() + self.plan.timeouts.drain_s
+        host, port = local_address(self.plan.server)
+        while not self._signals.kill_now and self._agent.poll() is None:
+            left = deadline - time.monotonic()
+            if left <= 0 or not requests_in_work(host, port, timeout_s=min(1.0, left)):
+                return
+            self._signals.wait(min(TURN_S, left), self._agent_fd)
+
+    def _wait_for_agent(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while self._agent.poll() is None and not self._signals.kill_now and time.monotonic() < deadline:
+            self._signals.wait(TURN_S, self._agent_fd)
+            self._look()
+
+    def _finish(self, exc: BaseException | None) -> None:
+        """Leave nothing behind: processes, shared memory, sockets."""
+        self._readiness.cancel()
+        self._snapshot()
+        left = end_everything(self.paths.run, self._known(), self.record.shm, roots=[os.getpid()])
+        if not left:
+            self._agent.wait()
+        os.close(self._agent_fd)
+        collect_orphans(keep=[self._agent.pid])
+        remove_sockets(self.paths)
+        self.record.ended_at = time.time()
+        self.record.processes = [process.identity for process in left]
+        self.record.shm = []
+        if isinstance(exc, KVLaunchError):
+            self.record.failure = report_of(exc)
+        if exc is None:
+            self.record.state = RunState.STOPPED
+            emit(self.paths.events, "stopped")
+        else:
+            self.record.state = RunState.FAILED
+            emit(self.paths.events, "failed", detail=str(exc))
+        save_state(self.paths, self.record)
+        self._look()
+        if left:
+            self.reporter.note(f"still alive, though killed: processes {[p.pid for p in left]} (kernel waits for them)")

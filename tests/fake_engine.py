@@ -1,0 +1,157 @@
+"""A stand-in for an engine in tests of supervision: an HTTP server with child processes that play the ranks.
+
+    python fake_engine.py --port 8000 --world 4 [switches]
+
+It takes part in a run as an engine with kvlaunch's plugin would: ranks emit `weights` and `kv` and record failures.
+Every process notes its id in `fake.pids` of the run folder, so that tests can see whether all are gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from kvlaunch.env import read_run_env
+from kvlaunch.events import emit
+from kvlaunch.launch.failure import record_failure
+from kvlaunch.launch.tether import tether
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--world", type=int, default=1)
+    parser.add_argument("--rank", type=int, default=None, help="play this rank")
+    parser.add_argument("--ignore-term", action="store_true", help="SIGTERM is ignored by every process")
+    parser.add_argument("--tether", action="store_true", help="ranks tie themselves to the launcher")
+    parser.add_argument("--detach-ranks", action="store_true", help="ranks leave the engine's session")
+    parser.add_argument("--clear-environ", action="store_true", help="ranks are started without kvlaunch's variables")
+    parser.add_argument("--fail-rank", type=int, default=None, help="this rank raises in start-up")
+    parser.add_argument("--fail-epochs", type=int, default=10**6, help="... in the first so many epochs only")
+    parser.add_argument(
+        "--stay-after-failure", action="store_true", help="the engine does not end though a rank failed"
+    )
+    parser.add_argument("--dead-generation", action="store_true", help="/v1/models answers, completions do not")
+    parser.add_argument("--never-serve", action="store_true", help="the port is never opened")
+    parser.add_argument("--exit-code", type=int, default=None, help="end at once with this status")
+    parser.add_argument("--in-work", type=int, default=0, help="what /metrics says of running requests")
+    parser.add_argument("--shm", default=None, help="each rank makes a shared memory file of this name and its rank")
+    return parser.parse_args()
+
+
+def note_pid(run_dir: Path) -> None:
+    with (run_dir / "fake.pids").open("a") as f:
+        f.write(f"{os.getpid()}\n")
+
+
+def play_rank(args: argparse.Namespace, run_dir: Path, epoch: int) -> None:
+    log = run_dir / "logs" / f"rank{args.rank}.log"
+    with log.open("a") as f:
+        f.write(f"rank {args.rank} starts, epoch {epoch}\n")
+    if args.rank == args.fail_rank and epoch < args.fail_epochs:
+        exc = RuntimeError(f"boom on rank {args.rank}")
+        with log.open("a") as f:
+            f.write(f"RuntimeError: {exc}\n")
+        record_failure(run_dir, f"rank{args.rank}", args.rank, exc, log)
+        sys.exit(1)
+    keep = None
+    if args.shm:
+        with open(f"/dev/shm/{args.shm}{args.rank}", "w+b") as shm:
+            shm.truncate(4096)
+            keep = mmap.mmap(shm.fileno(), 4096)
+    emit(run_dir / "events.jsonl", "weights", rank=args.rank)
+    emit(run_dir / "events.jsonl", "kv", rank=args.rank)
+    while True:
+        signal.pause()
+    del keep
+
+
+def start_ranks(args: argparse.Namespace, run_dir: Path) -> list[subprocess.Popen[bytes]]:
+    environ = dict(os.environ)
+    flags = [flag for flag in sys.argv[1:]]
+    if args.clear_environ:
+        environ = {k: v for k, v in environ.items() if not k.startswith("KVLAUNCH")}
+        environ["FAKE_RUN_DIR"] = str(run_dir)
+    return [
+        subprocess.Popen(
+            [sys.executable, __file__, *flags, "--rank", str(rank)],
+            env=environ,
+            start_new_session=args.detach_ranks,
+        )
+        for rank in range(args.world)
+    ]
+
+
+def serve(args: argparse.Namespace) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self, status: int, body: object) -> None:
+            content = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def do_GET(self) -> None:
+            if self.path == "/metrics":
+                self.answer(200, f'vllm:num_requests_running{{engine="0"}} {args.in_work}.0\n')
+            elif self.path in ("/health", "/v1/models"):
+                self.answer(200, {"data": [{"id": "fake"}]})
+            else:
+                self.answer(404, {})
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            if args.dead_generation:
+                time.sleep(3600)
+            self.answer(200, {"choices": [{"text": "x"}]})
+
+        def log_message(self, *what: object) -> None:
+            print(*what, flush=True)
+
+    server = ThreadingHTTPServer(("127.0.0.1", args.port), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+
+def main() -> None:
+    args = options()
+    env = read_run_env()
+    run_dir = env.run_dir if env else Path(os.environ["FAKE_RUN_DIR"])
+    if args.ignore_term:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    note_pid(run_dir)
+    if args.rank is not None:
+        if args.tether and env:
+            tether(env.launcher_pid)
+        play_rank(args, run_dir, env.epoch if env else 0)
+    print(f"fake engine starts, epoch {env.epoch if env else 0}", flush=True)
+    (run_dir / "fake.env").write_text(json.dumps(dict(os.environ)))
+    if args.exit_code is not None:
+        print("fake engine gives up", flush=True)
+        sys.exit(args.exit_code)
+    ranks = start_ranks(args, run_dir)
+    if not args.ignore_term:
+        signal.signal(signal.SIGTERM, lambda *_: [rank.terminate() for rank in ranks] and sys.exit(0))
+    if not args.never_serve:
+        serve(args)
+    while True:
+        for rank in ranks:
+            if rank.poll() is not None and not args.stay_after_failure:
+                print(f"a rank ended with {rank.returncode}", flush=True)
+                for other in ranks:
+                    other.kill()
+                sys.exit(1)
+        time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    main()
