@@ -20,7 +20,7 @@ from kvlaunch.errors import ConfigError, KVLaunchError
 if TYPE_CHECKING:
     import torch
 
-VERSION = 1
+VERSION = 2
 """Version of the recipe: another one makes other bytes, and lives in another folder."""
 
 NUM_LAYERS = 4
@@ -155,12 +155,17 @@ def _write_weights(path: Path) -> None:
         # torch documents the CPU generator's stream as stable for one seed; sampling in float32 keeps it so.
         return (torch.randn(*shape, generator=generator, dtype=torch.float32) * std).to(torch.bfloat16)
 
-    def ones(size: int) -> torch.Tensor:
-        return torch.ones(size, dtype=torch.bfloat16)
+    def ones(size: int, value: float = 1.0) -> torch.Tensor:
+        return torch.full((size,), value, dtype=torch.bfloat16)
 
-    # Gains well above a trained model's start: attention and MLP must outweigh the residual of the last token, or
-    # the tied output head would repeat that token for ever.
-    tensors = {"model.embed_tokens.weight": normal(VOCAB, HIDDEN, std=0.5), "model.norm.weight": ones(HIDDEN)}
+    # The output head is the embeddings: only printable ASCII wins there, so that outputs are text, never end early and
+    # differ visibly. As inputs all rows count alike, for the first norm scales them.
+    embeddings = normal(VOCAB, HIDDEN, std=0.5)
+    embeddings[:0x20] *= 0.0625
+    embeddings[0x7F:] *= 0.0625
+    # Gains well above a trained model's start: attention and MLP must outweigh the residual of the last token, or that
+    # token would be repeated for ever; and sharp attention, so that one wrong block of the KV cache changes the output.
+    tensors = {"model.embed_tokens.weight": embeddings, "model.norm.weight": ones(HIDDEN)}
     for layer in range(NUM_LAYERS):
         prefix = f"model.layers.{layer}."
         q, kv = NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM
@@ -171,7 +176,7 @@ def _write_weights(path: Path) -> None:
             f"{prefix}self_attn.k_proj.weight": normal(kv, HIDDEN, std=HIDDEN**-0.5),
             f"{prefix}self_attn.v_proj.weight": normal(kv, HIDDEN, std=2 * HIDDEN**-0.5),
             f"{prefix}self_attn.o_proj.weight": normal(HIDDEN, q, std=2 * q**-0.5),
-            f"{prefix}self_attn.q_norm.weight": ones(HEAD_DIM),
+            f"{prefix}self_attn.q_norm.weight": ones(HEAD_DIM, 3.0),
             f"{prefix}self_attn.k_norm.weight": ones(HEAD_DIM),
             f"{prefix}mlp.gate_proj.weight": normal(INTERMEDIATE, HIDDEN, std=2 * HIDDEN**-0.5),
             f"{prefix}mlp.up_proj.weight": normal(INTERMEDIATE, HIDDEN, std=2 * HIDDEN**-0.5),
