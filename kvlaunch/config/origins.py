@@ -43,6 +43,11 @@ class Origins:
             key = key.rpartition(".")[0]
         return DEFAULT
 
+    def of_choice(self, group: str) -> str:
+        """Where the choice of a group came from: the override as typed, or `default` (a preset's counts as one)."""
+        override = self.request.choices.get(group)
+        return override.text if override else DEFAULT
+
     def _build(self) -> dict[str, str]:
         table: dict[str, str] = {}
         for item in self.loaded:

@@ -1,0 +1,288 @@
+"""The command line: verbs, their options, and how errors are shown.
+
+Everything beyond parsing is imported by the verb that needs it: `--help` and completion stay quick.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from kvlaunch.cli import complete, words
+from kvlaunch.errors import EngineError, KVLaunchError
+
+if TYPE_CHECKING:
+    from kvlaunch.config.compose import Composed
+    from kvlaunch.config.schema import LaunchConfig
+
+PROG = "kvlaunch"
+INTERRUPTED = 130
+"""Exit code after Ctrl-C: 128 + SIGINT, as a shell reports it."""
+BROKEN_PIPE = 141
+"""Exit code when the reader of standard output has gone: 128 + SIGPIPE."""
+
+# typer carries its own copy of click or uses the installed one, depending on its version; this is the class either way.
+_UsageError: Any = typer.BadParameter.__mro__[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Completion:
+    """What the shells' formatters read; click's own class lies elsewhere in each version of typer."""
+
+    value: str
+    help: str
+    type: str = "plain"
+
+
+class RootGroup(TyperGroup):
+    """The verbs; a first word that is an override means `up`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, words.route(args, list(self.commands)))
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        found: list[Any] = super().shell_complete(ctx, incomplete)
+        return found + [_Completion(value, text) for value, text in complete.overrides(incomplete, [], None)]
+
+
+app = typer.Typer(
+    name=PROG,
+    cls=RootGroup,
+    add_completion=True,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+model_app = typer.Typer(help="Models that need no download.", rich_markup_mode="rich")
+app.add_typer(model_app, name="model")
+
+# Unknown options reach the overrides: `--tp=2` works, and `--tp-size` gets a better answer than "no such option".
+_OVERRIDING = {"ignore_unknown_options": True}
+
+
+def _complete_overrides(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    given = ctx.params.get("config_dir")
+    return complete.overrides(incomplete, list(ctx.params.get("overrides") or ()), Path(given) if given else None)
+
+
+def _complete_runs(incomplete: str) -> list[str]:
+    from kvlaunch.launch.paths import all_runs
+
+    return [paths.run for paths in all_runs() if paths.run.startswith(incomplete)]
+
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE...",
+        help="What to launch: model=Qwen3-8B tp=2 pp=2 engine.args.max_model_len=4096 ... "
+        "All keys: kvlaunch config model=tiny-qwen3. Groups and choices: kvlaunch config --groups.",
+        autocompletion=_complete_overrides,
+        show_default=False,
+    ),
+]
+ConfigDir = Annotated[
+    Path | None,
+    typer.Option("--config-dir", metavar="DIR", help="Folder with groups and presets of your own; they win."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Run = Annotated[
+    str | None, typer.Argument(metavar="[RUN]", help="Run or name, as ps shows it.", autocompletion=_complete_runs)
+]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from kvlaunch import __version__
+
+        typer.echo(f"{PROG} {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Start vLLM or SGLang across tensor- and pipeline-parallel ranks, with an elastic KV cache.
+
+    [bold]kvlaunch engine=vllm tp=2 pp=2 model=Qwen3-8B[/bold]
+
+    A first word that is an override (KEY=VALUE) means [bold]up[/bold].
+    """
+
+
+@app.command("up", context_settings=_OVERRIDING)
+def up(
+    overrides: Overrides = None,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when the engine is ready.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the engine's own output too.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Print the ready engine as one line of JSON.")] = False,
+    config_dir: ConfigDir = None,
+) -> None:
+    """Launch an engine and serve until Ctrl-C (the default verb)."""
+    config = _compose(overrides, config_dir).config
+    from kvlaunch.cli import up as verb
+
+    raise typer.Exit(verb.run(config, detach=detach, verbose=verbose, json_output=json_output))
+
+
+@app.command("plan", context_settings=_OVERRIDING)
+def plan(overrides: Overrides = None, json_output: Json = False, config_dir: ConfigDir = None) -> None:
+    """Show what up would start: ranks, bytes, endpoints, commands. Starts nothing."""
+    from kvlaunch.cli import plan_view
+
+    launch_plan = _plan(_compose(overrides, config_dir).config)
+    plan_view.print_json(launch_plan) if json_output else plan_view.show(launch_plan)
+
+
+@app.command("config", context_settings=_OVERRIDING)
+def config(
+    overrides: Overrides = None,
+    json_output: Json = False,
+    groups: Annotated[bool, typer.Option("--groups", help="List the groups and their choices.")] = False,
+    config_dir: ConfigDir = None,
+) -> None:
+    """Print the composed config, and where each value came from."""
+    from kvlaunch.cli import config_view
+
+    if groups:
+        config_view.show_groups(config_dir, json_output=json_output)
+        return
+    composed = _compose(overrides, config_dir)
+    config_view.show(composed, json_output=json_output)
+
+
+@app.command("ps")
+def ps(json_output: Json = False) -> None:
+    """List the runs of this machine, their ranks and their KV memory."""
+    from kvlaunch.cli import ps as verb
+
+    raise typer.Exit(verb.run(json_output=json_output))
+
+
+@app.command("stop")
+def stop(
+    run: Run = None,
+    all_runs: Annotated[bool, typer.Option("--all", help="Stop every run of yours.")] = False,
+    json_output: Json = False,
+) -> None:
+    """Stop a run (the only one, where no RUN is given): drain, then end all its processes."""
+    from kvlaunch.cli import stop as verb
+
+    if run is not None and all_runs:
+        raise _UsageError("Give a RUN or --all, not both.")
+    raise typer.Exit(verb.run(run, all_runs=all_runs, json_output=json_output))
+
+
+@app.command("logs")
+def logs(
+    run: Run = None,
+    rank: Annotated[
+        int | None, typer.Option("--rank", metavar="N", min=0, help="Log of one rank, by global rank.")
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as the log grows, until Ctrl-C.")] = False,
+) -> None:
+    """Print the log of a run (the only one, where no RUN is given)."""
+    from kvlaunch.cli import logs as verb
+
+    raise typer.Exit(verb.run(run, rank=rank, follow=follow))
+
+
+@model_app.command("make-tiny")
+def make_tiny(directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to make it in.")]) -> None:
+    """Make the tiny test model: Qwen3 architecture, fixed-seed random weights, a few MB."""
+    from kvlaunch.plan import tiny
+
+    tiny.make_tiny(directory)
+    typer.echo(f"made {directory}; serve it with: {PROG} model={words.quoted(_as_local(directory))}")
+
+
+def _as_local(directory: Path) -> str:
+    text = str(directory)
+    return text if directory.is_absolute() or text.startswith((".", "~")) else f"./{text}"
+
+
+def _compose(overrides: Sequence[str] | None, config_dir: Path | None) -> Composed:
+    from kvlaunch.config.compose import compose
+
+    return compose(list(overrides or ()), config_dir=config_dir)
+
+
+def _plan(config: LaunchConfig) -> Any:
+    from kvlaunch.plan.host import probe_host
+    from kvlaunch.plan.ids import new_run_id
+    from kvlaunch.plan.planner import make_plan
+
+    return make_plan(config, run=new_run_id(config), host=probe_host())
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit with its code.
+
+    Args:
+        argv: words after the program's name; None: those that the process was started with.
+    """
+    complete.join_split_words()
+    code = guarded(lambda: _run(list(sys.argv[1:] if argv is None else argv)))
+    sys.exit(code)
+
+
+def _run(argv: list[str]) -> int:
+    from typer.main import get_command
+
+    code = get_command(app).main(argv or ["--help"], prog_name=PROG, standalone_mode=False)
+    sys.stdout.flush()
+    return code if isinstance(code, int) else 0
+
+
+def guarded(action: Callable[[], int]) -> int:
+    """Run an action; errors meant for the user become a message on standard error and an exit code.
+
+    With KVLAUNCH_DEBUG=1 in the environment they are raised, with their traceback.
+    """
+    if os.environ.get("KVLAUNCH_DEBUG") == "1":
+        return action()
+    try:
+        return action()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        _discard_output()
+        return BROKEN_PIPE
+    except (KVLaunchError, OSError, _UsageError) as e:
+        return _report(e)
+
+
+def _report(error: Any) -> int:
+    """Say what went wrong; the exit code."""
+    if isinstance(error, OSError):
+        words.complain(f"{error.strerror or error}{f': {error.filename}' if error.filename is not None else ''}")
+        return 1
+    if not isinstance(error, KVLaunchError):
+        words.complain(error.format_message(), f"See {error.ctx.command_path if error.ctx else PROG} --help.")
+        return 2
+    words.complain(error.message, error.hint)
+    if isinstance(error, EngineError) and error.log_tail.strip():
+        sys.stderr.write("".join(f"  | {line}\n" for line in error.log_tail.rstrip().splitlines()))
+        if error.log_path and error.log_path not in str(error):
+            sys.stderr.write(f"  The whole log: {error.log_path}\n")
+    return error.exit_code
+
+
+def _discard_output() -> None:
+    """Let the interpreter's last flush go nowhere: the reader has gone."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
+
+
+if __name__ == "__main__":
+    main()
