@@ -31,6 +31,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--world", type=int, default=1)
     parser.add_argument("--rank", type=int, default=None, help="play this rank")
+    parser.add_argument("--epoch", type=int, default=0, help="for a rank: the engine's")
     parser.add_argument("--ignore-term", action="store_true", help="SIGTERM is ignored by every process")
     parser.add_argument("--tether", action="store_true", help="ranks tie themselves to the launcher")
     parser.add_argument("--detach-ranks", action="store_true", help="ranks leave the engine's session")
@@ -53,7 +54,12 @@ def note_pid(run_dir: Path) -> None:
         f.write(f"{os.getpid()}\n")
 
 
-def play_rank(args: argparse.Namespace, run_dir: Path, epoch: int) -> None:
+def up_file(run_dir: Path, epoch: int, rank: int) -> Path:
+    return run_dir / f"fake.up-{epoch}-{rank}"
+
+
+def play_rank(args: argparse.Namespace, run_dir: Path) -> None:
+    epoch = args.epoch
     log = run_dir / "logs" / f"rank{args.rank}.log"
     with log.open("a") as f:
         f.write(f"rank {args.rank} starts, epoch {epoch}\n")
@@ -70,20 +76,21 @@ def play_rank(args: argparse.Namespace, run_dir: Path, epoch: int) -> None:
             keep = mmap.mmap(shm.fileno(), 4096)
     emit(run_dir / "events.jsonl", "weights", rank=args.rank)
     emit(run_dir / "events.jsonl", "kv", rank=args.rank)
+    up_file(run_dir, epoch, args.rank).touch()
     while True:
         signal.pause()
     del keep
 
 
-def start_ranks(args: argparse.Namespace, run_dir: Path) -> list[subprocess.Popen[bytes]]:
+def start_ranks(args: argparse.Namespace, run_dir: Path, epoch: int) -> list[subprocess.Popen[bytes]]:
     environ = dict(os.environ)
-    flags = [flag for flag in sys.argv[1:]]
+    flags = sys.argv[1:]
     if args.clear_environ:
         environ = {k: v for k, v in environ.items() if not k.startswith("KVLAUNCH")}
         environ["FAKE_RUN_DIR"] = str(run_dir)
     return [
         subprocess.Popen(
-            [sys.executable, __file__, *flags, "--rank", str(rank)],
+            [sys.executable, __file__, *flags, "--rank", str(rank), "--epoch", str(epoch)],
             env=environ,
             start_new_session=args.detach_ranks,
         )
@@ -132,18 +139,22 @@ def main() -> None:
     if args.rank is not None:
         if args.tether and env:
             tether(env.launcher_pid)
-        play_rank(args, run_dir, env.epoch if env else 0)
-    print(f"fake engine starts, epoch {env.epoch if env else 0}", flush=True)
+        play_rank(args, run_dir)
+    epoch = env.epoch if env else 0
+    print(f"fake engine starts, epoch {epoch}", flush=True)
     (run_dir / "fake.env").write_text(json.dumps(dict(os.environ)))
     if args.exit_code is not None:
         print("fake engine gives up", flush=True)
         sys.exit(args.exit_code)
-    ranks = start_ranks(args, run_dir)
+    ranks = start_ranks(args, run_dir, epoch)
     if not args.ignore_term:
         signal.signal(signal.SIGTERM, lambda *_: [rank.terminate() for rank in ranks] and sys.exit(0))
-    if not args.never_serve:
-        serve(args)
+    serving = args.never_serve
     while True:
+        up = [up_file(run_dir, epoch, rank).exists() for rank in range(args.world)]
+        if not serving and (all(up) or args.dead_generation):
+            serve(args)
+            serving = True
         for rank in ranks:
             if rank.poll() is not None and not args.stay_after_failure:
                 print(f"a rank ended with {rank.returncode}", flush=True)

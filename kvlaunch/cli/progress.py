@@ -16,15 +16,20 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
+def console_on(stream: TextIO) -> Console:
+    """A console that never breaks a line; tables are fitted to a terminal's width, and have room in a pipe."""
+    from rich.console import Console
+
+    return Console(file=stream, highlight=False, soft_wrap=True, width=None if stream.isatty() else 200)
+
+
 class TerminalReporter:
     """Progress on stderr, a spinner too where that is a terminal; what is asked for (URL, table, JSON) on stdout."""
 
     def __init__(self, *, json_output: bool = False, err: TextIO | None = None, out: TextIO | None = None) -> None:
-        from rich.console import Console
-
         self._json = json_output
-        self._err = Console(file=err or sys.stderr, highlight=False, soft_wrap=True)
-        self._out = Console(file=out or sys.stdout, highlight=False, soft_wrap=True)
+        self._err = console_on(err or sys.stderr)
+        self._out = console_on(out or sys.stdout)
         self._status: Status | None = None
 
     def __enter__(self) -> TerminalReporter:
@@ -71,7 +76,7 @@ def print_ready(console: Console, plan: LaunchPlan, entry: RunEntry) -> None:
     """The block that says where the server is and what its ranks hold."""
     console.print(f"\n{plan.model.name} is served by {plan.engine} at {entry['url']}  (run {plan.run})\n", markup=False)
     console.print(f"  {curl_line(plan, entry['url'])}\n", markup=False)
-    console.print(rank_table(plan, entry), width=None if console.is_terminal else 200)
+    console.print(rank_table(plan, entry))
 
 
 def rank_table(plan: LaunchPlan, entry: RunEntry) -> Table:

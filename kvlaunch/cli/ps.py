@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
-from kvlaunch.cli.progress import human_bytes
+from kvlaunch.cli.progress import console_on, human_bytes
 from kvlaunch.launch.reap import reap_dead_runs
 from kvlaunch.launch.reporter import RunEntry
 from kvlaunch.launch.runs import describe, known_runs, load_plan
@@ -29,7 +29,6 @@ def run(*, json_output: bool, all_runs: bool = False) -> int:
 
 
 def _print_table(entries: list[RunEntry]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
@@ -48,6 +47,4 @@ def _print_table(entries: list[RunEntry]) -> None:
             human_bytes(sum(k["reserved_bytes"] for k in kv)) if kv else "-",
             entry["url"],
         )
-    console = Console(highlight=False)
-    # What does not fit a terminal is folded; a pipe has no width.
-    console.print(table, width=None if console.is_terminal else 1000)
+    console_on(sys.stdout).print(table)

@@ -70,7 +70,8 @@ def listening_pid(port: int) -> int | None:
     import psutil
 
     for connection in psutil.net_connections(kind="tcp"):
-        listens = connection.status == psutil.CONN_LISTEN and connection.laddr
-        if listens and connection.laddr[1] == port and connection.pid:
+        if connection.status != psutil.CONN_LISTEN or not connection.laddr:
+            continue
+        if connection.laddr.port == port and connection.pid:
             return int(connection.pid)
     return None

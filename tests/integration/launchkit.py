@@ -1,4 +1,4 @@
-"""What the tests of launching share: plans made by hand, a launcher as a process of its own, and a look at what is left."""
+"""What the tests of launching share: plans made by hand, a launcher in its own process, a look at what is left."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from kvlaunch.launch.paths import RunPaths
 from kvlaunch.launch.ports import free_port
 from kvlaunch.launch.procfs import read_process
 from kvlaunch.launch.state import StateRecord, load_state
-from kvlaunch.launch.paths import RunPaths
 from kvlaunch.plan.types import (
     KVPlan,
     LaunchPlan,
@@ -243,9 +244,14 @@ def _kv() -> KVPlan:
 
 
 @contextlib.contextmanager
-def kit_in(runtime: Path, scratch: Path) -> Iterator[Kit]:
-    kit = Kit(runtime, scratch)
-    try:
-        yield kit
-    finally:
-        kit.close()
+def awkward_kit() -> Iterator[Kit]:
+    """A kit whose runtime folder has a name with spaces, quotes and a newline; short, since sockets lie in it."""
+    with (
+        tempfile.TemporaryDirectory(prefix="k '\"\n", dir="/tmp") as runtime,
+        tempfile.TemporaryDirectory(prefix="kvlaunch-test-", dir="/tmp") as scratch,
+    ):
+        kit = Kit(Path(runtime), Path(scratch))
+        try:
+            yield kit
+        finally:
+            kit.close()
