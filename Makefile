@@ -18,6 +18,8 @@ BENCH_ARGS ?=
 # Added to pip's command line when the base environment is built, and by `make lock`.
 PIP_ARGS ?=
 export PIP_ARGS
+# The theme's announcements are no warnings of ours.
+export NO_MKDOCS_2_WARNING := 1
 
 BIN := .venv/$(ENGINE)/bin
 STEP := $(BIN)/python tools/steps.py
@@ -38,7 +40,8 @@ check: env
 	@$(STEP) "ruff check" -- $(BIN)/ruff check .
 	@$(STEP) "ruff format" -- $(BIN)/ruff format --check .
 	@$(STEP) "mypy --strict" -- $(BIN)/mypy --strict kvlaunch tools
-	@$(STEP) "mkdocs build --strict" -- $(BIN)/mkdocs build --strict --quiet
+	@$(STEP) "key table of the documentation" -- $(BIN)/python tools/config_docs.py --check
+	@$(STEP) "mkdocs build --strict" -- $(BIN)/mkdocs build --strict
 
 # Last, so that pytest's closing line is the last thing said.
 test: check
@@ -48,6 +51,7 @@ bench: env
 	@exec $(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 docs: env
+	@$(STEP) "key table of the documentation" -- $(BIN)/python tools/config_docs.py
 	@$(STEP) "mkdocs build" -- $(BIN)/mkdocs build --strict
 	@echo "site/index.html"
 
