@@ -193,6 +193,12 @@ def _read_config_json(path: Path, name: str) -> dict[str, Any]:
                 f"{architecture} ({name}) has {kind} ({key} in {path}): kvlaunch cannot compute its KV cache yet.",
                 hint="Use a model with plain attention in every layer.",
             )
+    for kind in raw.get("layer_types") or ():
+        if kind not in ("full_attention", "sliding_attention"):
+            raise PlanError(
+                f"{architecture} ({name}) has layers of type {kind!r}: kvlaunch cannot compute its KV cache yet.",
+                hint="Use a model with plain attention in every layer.",
+            )
     experts = raw.get("num_experts") or raw.get("num_local_experts") or 0
     known = ARCHITECTURES.get(architecture, Architecture())
     intermediate = raw.get("intermediate_size")

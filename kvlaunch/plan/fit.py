@@ -1,4 +1,4 @@
-"""Does the model fit the topology: the divisibility rules of tensor parallelism."""
+"""Does the model fit the topology: rules of tensor and pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -17,6 +17,16 @@ def check_tp(facts: ModelFacts, tp_size: int) -> None:
     limit = facts.num_kv_heads if tp_size <= facts.num_kv_heads else facts.num_heads
     working = [tp for tp in range(1, limit + 1) if tp_problem(facts, tp) is None]
     raise PlanError(f"tp={tp_size} {problem} ({facts.name}); use tp={one_of(working)}")
+
+
+def check_pp(facts: ModelFacts, pp_size: int) -> None:
+    """Raise PlanError where there are more stages than layers."""
+    layers = facts.num_layers
+    if pp_size > layers:
+        raise PlanError(
+            f"pp={pp_size} is more than num_hidden_layers={layers} ({facts.name}): every stage needs a layer; "
+            f"use pp={layers} or less"
+        )
 
 
 def tp_problem(facts: ModelFacts, tp_size: int) -> str | None:

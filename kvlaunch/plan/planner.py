@@ -11,7 +11,7 @@ from kvlaunch.engines.registry import recipe_for
 from kvlaunch.errors import PlanError
 from kvlaunch.launch.paths import RunPaths
 from kvlaunch.plan.facts import ModelFacts, elastic_problem, load_facts
-from kvlaunch.plan.fit import check_tp
+from kvlaunch.plan.fit import check_pp, check_tp
 from kvlaunch.plan.host import CUDA_VISIBLE, HostFacts, declared_devices, too_few_devices, visible_devices
 from kvlaunch.plan.ids import display_name
 from kvlaunch.plan.kv import KVShape, plan_kv
@@ -52,11 +52,13 @@ def make_plan(config: LaunchConfig, *, run: str, host: HostFacts) -> LaunchPlan:
     notes: list[Note] = []
     recipe = recipe_for(config.engine.name)
     topology = Topology(config.tp, config.pp, config.nnodes)
+    rdzv = _rendezvous(config, run, notes)
     device = _device(config, topology, host, notes)
     facts = load_facts(config.model)
     draft = Draft(config=config, facts=facts, topology=topology, host=host, device=device)
     recipe.check(draft)
     check_tp(facts, topology.tp_size)
+    check_pp(facts, topology.pp_size)
     _check_kv(config, facts, notes)
     split = recipe.layers(draft)
     shape = recipe.kv_shape(draft, split)
@@ -80,7 +82,7 @@ def make_plan(config: LaunchConfig, *, run: str, host: HostFacts) -> LaunchPlan:
         nodes=_nodes(topology, commands, paths),
         kv=kv,
         server=ServerPlan(host=config.server.host, port=config.server.port),
-        rdzv=_rendezvous(config, run, notes),
+        rdzv=rdzv,
         max_restarts=config.max_restarts,
         timeouts=TimeoutPlan(
             ready_s=config.timeouts.ready_s, drain_s=config.timeouts.drain_s, term_s=config.timeouts.term_s

@@ -93,13 +93,10 @@ def even_layers(num_layers: int, pp_size: int) -> tuple[LayerRange, ...]:
     from the second-last backwards: the last stage has the output head besides, and the first the embeddings.
 
     Raises:
-        PlanError: fewer layers than stages.
+        ValueError: fewer layers than stages (`fit.check_pp` tells the user).
     """
     if pp_size > num_layers:
-        raise PlanError(
-            f"pp={pp_size} is more than num_hidden_layers={num_layers}: every stage needs a layer.",
-            hint=f"Use pp=1 to pp={num_layers}.",
-        )
+        raise ValueError(f"{num_layers} layers cannot be split over {pp_size} stages")
     base, extra = divmod(num_layers, pp_size)
     counts = [base] * pp_size
     for i in range(2, extra + 2):

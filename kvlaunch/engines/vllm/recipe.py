@@ -158,6 +158,9 @@ def _common_env(draft: Draft, model: ModelPlan) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "VLLM_ENGINE_READY_TIMEOUT_S": str(max(1, round(draft.config.timeouts.ready_s))),
     }
+    if draft.device == "cpu" or draft.config.kv.mode.value == "elastic":
+        # The elastic cache was tested with the first model runner, and so was everything on the CPU.
+        env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if draft.topology.nnodes == 1:
         # Ranks of one host meet on the loopback, whatever the host's name resolves to.
         env |= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -169,12 +172,9 @@ def _common_env(draft: Draft, model: ModelPlan) -> dict[str, str]:
 def _cpu_env(draft: Draft, notes: list[Note]) -> dict[str, str]:
     """Threads of the ranks on this node. vLLM binds one rank to each NUMA node by itself and refuses more."""
     local = draft.topology.ranks_per_node
-    # Its elastic adapter and CPU worker are those of the first model runner.
-    env = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
     if local <= draft.host.numa_nodes:
-        return env
+        return {}
     threads = max(1, draft.host.cpus // local)
-    env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
     notes.append(
         Note(
             setting="engine.env.VLLM_CPU_OMP_THREADS_BIND",
@@ -189,4 +189,4 @@ def _cpu_env(draft: Draft, notes: list[Note]) -> dict[str, str]:
             why=f"{draft.host.cpus} CPUs over {local} ranks",
         )
     )
-    return env
+    return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
