@@ -136,6 +136,8 @@ def too_few_devices(seen: tuple[str, ...], needed: int, declared: str | None) ->
 
 
 def _declared(plan: LaunchPlan, host: HostFacts) -> str | None:
+    if CUDA_VISIBLE in plan.nodes[0].unset:
+        return None
     return plan.nodes[0].env.get(CUDA_VISIBLE, host.cuda_visible_devices)
 
 

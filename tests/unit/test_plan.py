@@ -214,6 +214,10 @@ def test_the_cpu_engine_does_not_care_about_gpus() -> None:
 def test_engine_env_decides_what_is_visible() -> None:
     host = replace(HOST, gpus=2)
     assert plan(device="auto", host=host, env={"CUDA_VISIBLE_DEVICES": ""}).device == "cpu"
+    hidden = replace(host, cuda_visible_devices="")
+    made = plan(device="auto", host=hidden, env={"CUDA_VISIBLE_DEVICES": None})
+    assert made.device == "cuda"
+    check_host(made, hidden)
 
 
 @pytest.mark.parametrize(("mode", "fits"), [("elastic", True), ("static", False)])
