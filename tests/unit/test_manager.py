@@ -318,3 +318,63 @@ def test_ahead_of_need_pages_that_retire_are_taken_back_without_map_or_unmap(mak
     bench.manager.set_limit(None)
     assert bench.get(100)
     assert bench.ranks.log == log
+
+
+def retire_pages_while_a_step_is_in_flight(bench: Bench, blocks: list[int]) -> None:
+    """Free the blocks and stay busy until the pages beyond ahead_high retire; they wait for the step in flight."""
+    bench.manager.step_scheduled()
+    bench.manager.give(blocks)
+    for _ in range(2):
+        bench.manager.step_scheduled()
+        bench.clock.now += bench.settings.idle_s
+        bench.manager.step_finished()
+    assert bench.manager.stats().retiring_pages >= len(blocks) // 4 - bench.settings.ahead_high
+
+
+def test_the_reserve_is_filled_with_retiring_pages_first(make):
+    bench = make(ahead_low=2, ahead_high=4)
+    bench.get(3)
+    blocks = bench.get(80)
+    bench.settle()
+    retire_pages_while_a_step_is_in_flight(bench, blocks)
+    log = list(bench.ranks.log)
+    for _ in range(16):
+        bench.get(4)
+    bench.settle()
+    assert bench.manager.stats().free_pages >= 2
+    assert bench.ranks.log == log
+
+
+def test_retiring_pages_beyond_a_lower_limit_are_not_reclaimed(make):
+    bench = make()
+    blocks = bench.get(83)
+    bench.manager.step_scheduled()
+    bench.manager.give(blocks)
+    bench.manager.set_limit(3)
+    assert bench.manager.free_blocks == 11
+    assert bench.manager.ensure(40) == 11
+
+
+def test_retiring_pages_are_promised_while_starved(make):
+    bench = make(backoff_s=1.0, idle_s=0.1)
+    bench.get(3)
+    blocks = bench.get(80)
+    bench.ranks.fail = lambda kind, pages: kind == "map"
+    assert bench.manager.ensure(1) == 0
+    retire_pages_while_a_step_is_in_flight(bench, blocks)
+    assert bench.manager.free_blocks == 80
+    assert bench.manager.ensure(81) == 80
+    assert bench.manager.stats().failed_maps == 1
+
+
+def test_a_map_under_way_as_the_engine_goes_idle_is_shrunk_later(make):
+    bench = make(ahead_low=1, ahead_high=4)
+    bench.ranks.gate.clear()
+    bench.manager.give(bench.get(2))
+    bench.idle_without_settling()
+    assert bench.manager._background.deadline == bench.clock.now + 0.5
+    bench.ranks.gate.set()
+    bench.settle()
+    assert bench.manager.stats().free_pages == 4
+    bench.idle()
+    assert bench.ranks.mapped == {0}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvlaunch.kv.background import Background
+from kvlaunch.kv.background import Background, Operation
 from kvlaunch.kv.settings import KVSettings
 from tests.unit.manager_fakes import DEADLINE_S, Bench, FakeRanks
 
@@ -114,18 +114,6 @@ def test_a_failed_map_ahead_of_need_does_not_starve(make):
     bench.step()
     bench.settle()
     assert bench.manager.stats().free_pages == 8
-
-
-def test_retiring_pages_are_promised_while_starved(make):
-    bench = make()
-    blocks = bench.get(43)
-    bench.manager.step_scheduled()
-    bench.manager.give(blocks)
-    bench.manager.set_limit(2)
-    bench.manager.set_limit(None)
-    bench.ranks.fail = maps_fail
-    assert bench.manager.ensure(50) == 43
-    assert bench.manager.free_blocks == 43
 
 
 # Unmaps that fail
@@ -326,3 +314,38 @@ def test_a_long_step_is_not_idleness(make):
     assert bench.manager._background.deadline == bench.clock.now + 0.5
     bench.idle()
     assert bench.manager.stats().free_pages == 0
+
+
+def test_what_the_owner_waits_for_goes_first_and_maps_go_before_unmaps(make):
+    bench = make()
+    background = bench.manager._background
+    bench.ranks.gate.clear()
+    background.submit(Operation("map", (1,)))
+    assert bench.ranks.entered.acquire(timeout=DEADLINE_S)
+    background.submit(Operation("unmap", (1,)))
+    background.submit(Operation("map", (3, 4)))
+    background.submit(Operation("map", (2,), urgent=True))
+    bench.ranks.gate.set()
+    for _ in range(4):
+        background.wait_result()
+        background.results.popleft()
+    assert bench.ranks.log == [("map", ((1, 1),)), ("map", ((2, 1),)), ("map", ((3, 2),)), ("unmap", ((1, 1),))]
+
+
+def test_nothing_is_due_in_the_past(make):
+    """A deadline that has passed and stays would have the background thread wake the owner without end."""
+    bench = make()
+    bench.ranks.fail = maps_fail
+    bench.manager.ensure(10)
+    bench.clock.now += 1
+    bench.manager.tick()
+    assert bench.manager._background.deadline is None
+
+    bench.ranks.fail = nothing_fails
+    bench.manager.give(bench.get(35))
+    bench.ranks.fail = lambda kind, pages: kind == "unmap"
+    bench.idle()
+    bench.ranks.gate.clear()
+    bench.clock.now += 1
+    bench.manager.tick()  # tries again, which takes a while
+    assert bench.manager._background.deadline is None

@@ -114,6 +114,14 @@ def test_pages_are_released_when_their_epoch_has_finished():
     assert pool.unmapping_pages == 3
 
 
+def test_the_pages_retired_last_are_reclaimed_first():
+    pool = grown(PagePool(40, 4), 4)
+    pool.retire(2, epoch=1)
+    pool.retire(2, epoch=2)
+    assert pool.reclaim(3) == 3
+    assert [pool.state(page) is PageState.MAPPED for page in (1, 2, 3, 4)] == [True, True, True, False]
+
+
 def test_a_reclaimed_page_waits_anew_when_it_retires_again():
     pool = grown(PagePool(8, 4), 1)
     pool.retire(1, epoch=1)
