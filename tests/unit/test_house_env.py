@@ -139,3 +139,13 @@ def test_step_keeps_the_log_and_its_lines(steps: ModuleType, tmp_path: Path) -> 
     assert steps.run_step("s", command, log=log, on_line=lines.append, env=dict(os.environ)) == "one\ntwo\n"
     assert log.read_text() == "one\ntwo\n"
     assert lines == ["one\n", "two\n"]
+
+
+def test_missing_torch_is_explained(env: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = "WARNING: noise\nERROR: No matching distribution found for torch==2.13.0+cpu\n"
+    with pytest.raises(env.StepError), env.explained(tmp_path / "log"):
+        raise env.StepError("install", 1, output)
+    err = capsys.readouterr().err
+    assert "noise" not in err
+    assert "PIP_ARGS='--extra-index-url" in err
+    assert str(tmp_path / "log") in err
