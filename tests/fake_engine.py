@@ -45,6 +45,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--never-serve", action="store_true", help="the port is never opened")
     parser.add_argument("--exit-code", type=int, default=None, help="end at once with this status")
     parser.add_argument("--in-work", type=int, default=0, help="what /metrics says of running requests")
+    parser.add_argument("--kv", action="store_true", help="ranks hold KV memory (pretended) and answer for it")
+    parser.add_argument("--no-kv-rank", type=int, default=None, help="... but this one stays away")
     parser.add_argument("--shm", default=None, help="each rank makes a shared memory file of this name and its rank")
     return parser.parse_args()
 
@@ -75,11 +77,44 @@ def play_rank(args: argparse.Namespace, run_dir: Path) -> None:
             shm.truncate(4096)
             keep = mmap.mmap(shm.fileno(), 4096)
     emit(run_dir / "events.jsonl", "weights", rank=args.rank)
+    if args.kv and args.rank != args.no_kv_rank:
+        start_kv(args.rank, run_dir, epoch)
     emit(run_dir / "events.jsonl", "kv", rank=args.rank)
     up_file(run_dir, epoch, args.rank).touch()
     while True:
         signal.pause()
     del keep
+
+
+def start_kv(rank: int, run_dir: Path, epoch: int) -> None:
+    from kvlaunch.kv.geometry import BlockGeometry
+    from kvlaunch.kv.ipc.listener import StageListener
+    from kvlaunch.kv.ipc.peer import StagePeer
+    from kvlaunch.kv.memory.noop import NoopBackend
+    from kvlaunch.kv.rank import RankMemory
+    from kvlaunch.launch.paths import RunPaths
+    from kvlaunch.plan.types import LaunchPlan
+
+    paths = RunPaths(run_dir)
+    plan = LaunchPlan.load(paths.plan)
+    me = plan.ranks[rank]
+    stage = plan.stages[me.pp_rank]
+    geometry = BlockGeometry.from_strips([(0, 4096)], num_blocks=8, blocks_per_page=1, granularity=4096)
+    memory = RankMemory(
+        NoopBackend().reserve(8 * 4096),
+        geometry,
+        global_rank=rank,
+        pp_rank=me.pp_rank,
+        tp_rank=me.tp_rank,
+        run=plan.run,
+        epoch=epoch,
+    )
+    peer_path = paths.peer_socket(me.pp_rank)
+    if rank == stage.leader:
+        others = [r for r in stage.ranks if r != rank]
+        StageListener(memory, endpoint=stage.endpoint, peer_path=peer_path, peers=others).start()
+    else:
+        StagePeer(memory, peer_path=peer_path).start()
 
 
 def start_ranks(args: argparse.Namespace, run_dir: Path, epoch: int) -> list[subprocess.Popen[bytes]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import kvlaunch
@@ -50,6 +52,8 @@ def check_python(plan: LaunchPlan) -> None:
     """
     python = plan.engine_python
     modules = ["kvlaunch", "torch", "msgspec", plan.engine]
+    if python == sys.executable and all(importlib.util.find_spec(module) for module in modules):
+        return
     try:
         answer = subprocess.run(
             [python, "-P", "-c", _PROBE, *modules], capture_output=True, text=True, timeout=60, check=False

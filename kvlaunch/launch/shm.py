@@ -54,9 +54,14 @@ def _mapped(pid: int) -> set[str]:
     return {name for name in names if not name.startswith(KEPT_PREFIX)}
 
 
+def existing(segments: Iterable[Segment]) -> set[Segment]:
+    """Those that are still what was recorded: this user's, and not another file of the same name."""
+    return {segment for segment in segments if _is_ours(segment)}
+
+
 def unlink_segments(segments: Iterable[Segment]) -> list[Segment]:
     """Remove the segments that still are what was recorded and that no live process uses. Returns those removed."""
-    ours = {s for s in segments if _is_ours(s)}
+    ours = existing(segments)
     if not ours:
         return []
     ours -= segments_of(all_pids())

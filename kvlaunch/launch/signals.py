@@ -31,6 +31,8 @@ class Signals:
         self._write.setblocking(False)
         self._wakeup_before = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         for signum in ENDING:
+            if signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN:
+                continue  # started under nohup(1): it shall outlive the terminal
             self._before[signum] = signal.signal(signum, self._note)
         return self
 

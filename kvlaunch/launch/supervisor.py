@@ -22,7 +22,7 @@ from kvlaunch.launch.procfs import Identity, collect_orphans, identity_of
 from kvlaunch.launch.readiness import Readiness
 from kvlaunch.launch.reporter import Reporter
 from kvlaunch.launch.runs import describe
-from kvlaunch.launch.shm import segments_of
+from kvlaunch.launch.shm import existing, segments_of
 from kvlaunch.launch.signals import Signals
 from kvlaunch.launch.state import RunState, StateRecord, load_agent, save_state
 from kvlaunch.launch.urls import local_address, url_of
@@ -30,9 +30,9 @@ from kvlaunch.launch.watch import EventWatch, LogWatch
 from kvlaunch.plan.types import LaunchPlan
 
 TURN_S = 0.1
-FAILURE_GRACE_S = 10.0
+FAILURE_GRACE_S = 15.0
 """After a rank has recorded a failure in start-up, the engine has so long to end by itself."""
-SNAPSHOT_S = 2.0
+SNAPSHOT_S = 1.0
 SNAPSHOT_READY_S = 10.0
 AGENT_MARGIN_S = 2.0
 """What the agent may take beyond the grace period of the engine."""
@@ -116,6 +116,7 @@ class Supervisor:
         for phase, text in self._events.news():
             self.reporter.phase(time.monotonic() - self._started, phase, text)
             restarted |= phase == "engine" and self._events.epoch > 0
+            self._snapshot_at = min(self._snapshot_at, time.monotonic() + TURN_S)
         if restarted:
             self._await_readiness_again()
         if self._logs:
@@ -149,12 +150,16 @@ class Supervisor:
         return engine_failed(self.paths, f"was not ready after {limit} (timeouts.ready_s): {self._readiness.last}")
 
     def _ready(self) -> None:
+        self._snapshot()  # first: who sees READY may rely on it
+        first_time = self.record.ready_at is None
         self.record.ready_at = time.time()
         self._become(RunState.READY)
-        self._snapshot()
         emit(self.paths.events, "ready", detail=self.record.url)
         self._look()
-        self.reporter.ready(self.plan, describe(self.paths, self.record, self.plan))
+        if first_time:
+            self.reporter.ready(self.plan, describe(self.paths, self.record, self.plan))
+        else:
+            self.reporter.note(f"serving again at {self.record.url}")
 
     def _become(self, state: RunState) -> None:
         self.record.become(state)
@@ -172,7 +177,8 @@ class Supervisor:
         self._snapshot_at = time.monotonic() + (SNAPSHOT_READY_S if ready else SNAPSHOT_S)
         members = run_members(self.paths.run, self._known(), roots=[os.getpid()])
         processes = [process.identity for process in members if not process.zombie]
-        shm = sorted(segments_of(process.pid for process in members))
+        # What was seen once counts until it is gone: a process may have ended without removing it.
+        shm = sorted(existing(self.record.shm) | segments_of(process.pid for process in members))
         if processes != self.record.processes or shm != self.record.shm:
             self.record.processes, self.record.shm = processes, shm
             save_state(self.paths, self.record)
@@ -181,6 +187,7 @@ class Supervisor:
         was_ready = self.record.ready_at is not None
         signum = self._signals.first
         assert signum is not None  # _serve returns for no other reason
+        self._snapshot()
         self._become(RunState.STOPPING)
         emit(self.paths.events, "stopping", detail=signum.name)
         self._readiness.cancel()
@@ -211,7 +218,6 @@ class Supervisor:
     def _finish(self, exc: BaseException | None) -> None:
         """Leave nothing behind: processes, shared memory, sockets."""
         self._readiness.cancel()
-        self._snapshot()
         left = end_everything(self.paths.run, self._known(), self.record.shm, roots=[os.getpid()])
         if not left:
             self._agent.wait()

@@ -18,6 +18,7 @@ from kvlaunch.launch.ports import free_port
 from kvlaunch.launch.procfs import read_process
 from kvlaunch.launch.state import StateRecord, load_state
 from kvlaunch.plan.types import (
+    KVMode,
     KVPlan,
     LaunchPlan,
     ModelPlan,
@@ -130,6 +131,7 @@ class Kit:
         self._count += 1
         run = changes.pop("run", f"t{self._count}-{os.getpid()}")
         port = free_port("127.0.0.1") if port is None else port
+        mode = changes.pop("mode", "static")
         world = tp * pp
         argv = (sys.executable, str(FAKE_ENGINE), "--port", str(port), "--world", str(world), *flags)
         timeouts = {"ready_s": 30.0, "drain_s": 1.0, "term_s": 2.0}
@@ -156,12 +158,12 @@ class Kit:
                     leader=stage * tp,
                     ranks=tuple(range(stage * tp, stage * tp + tp)),
                     node_rank=0,
-                    endpoint=f"ipc:///nowhere/{stage}",
+                    endpoint=f"ipc://{self.paths(run).listener_socket(stage)}",
                 )
                 for stage in range(pp)
             ),
             "nodes": (NodePlan(node_rank=0, ranks=tuple(range(world)), argv=argv, env={"FAKE": "from the plan"}),),
-            "kv": _kv(),
+            "kv": _kv(mode),
             "server": ServerPlan(host="127.0.0.1", port=port),
             "rdzv": RendezvousPlan(**rdzv),
             "max_restarts": 0,
@@ -181,9 +183,12 @@ class Kit:
             stdin=subprocess.DEVNULL,
             text=True,
         )
-        launched = Launched(process, RunPaths(self.runtime / "kvlaunch" / plan.run))
+        launched = Launched(process, self.paths(plan.run))
         self._launched.append(launched)
         return launched
+
+    def paths(self, run: str) -> RunPaths:
+        return RunPaths(self.runtime / "kvlaunch" / run)
 
     def verb(self, expression: str, within_s: float = 30) -> tuple[int, str, str]:
         """Run one of the verbs, as in `ps.run(json_output=True)`: exit code, stdout, stderr."""
@@ -226,9 +231,9 @@ def _rank(rank: int, tp: int) -> RankPlan:
     )
 
 
-def _kv() -> KVPlan:
+def _kv(mode: KVMode) -> KVPlan:
     return KVPlan(
-        mode="static",
+        mode=mode,
         block_size=16,
         num_blocks=8,
         blocks_per_page=1,

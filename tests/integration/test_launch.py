@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import time
@@ -70,6 +71,37 @@ def test_json_is_one_object_on_stdout(kit: Kit) -> None:
     assert "is served by" in err
 
 
+def test_ready_means_that_every_rank_confirmed_its_kv_state(kit: Kit) -> None:
+    launched = kit.launch(kit.plan("--kv", mode="elastic"), "json")
+    launched.wait_for("ready")
+    code, out, _ = kit.verb("ps.run(json_output=True)")
+    launched.process.send_signal(signal.SIGINT)
+    assert launched.end()[0] == 0
+    (entry,) = json.loads(out)
+    assert code == 0
+    assert [rank["kv"] for rank in entry["ranks"]] == [{"reserved_bytes": 8 * 4096, "mapped_bytes": 4096}] * 4
+    assert {rank["pid"] for rank in entry["ranks"]} < launched.pids()
+    assert not [path for path in launched.paths.root.iterdir() if path.is_socket()]
+
+
+def test_a_rank_without_kv_state_is_never_ready(kit: Kit) -> None:
+    launched = kit.launch(kit.plan("--kv", "--no-kv-rank", "3", mode="elastic", ready_s=4.0))
+    code, _, err = launched.end()
+    assert code == 5
+    assert "3" in err.split("timeouts.ready_s")[1]
+    assert "ready" not in phases(launched.paths.root)
+
+
+def test_kv_state_is_asked_anew_after_a_restart(kit: Kit) -> None:
+    flags = ("--kv", "--fail-rank", "1", "--fail-epochs", "1")
+    launched = kit.launch(kit.plan(*flags, tp=2, pp=1, mode="elastic", max_restarts=1))
+    launched.wait_for("ready")
+    launched.process.send_signal(signal.SIGINT)
+    code, out, _ = launched.end()
+    assert code == 0
+    assert out.count("4 KiB") == 2
+
+
 def test_verbose_streams_the_logs_with_their_source(kit: Kit) -> None:
     launched = kit.launch(kit.plan(tp=1, pp=1), "verbose")
     launched.wait_for("ready")
@@ -101,7 +133,7 @@ def test_a_taken_port_is_refused_at_once_naming_its_owner(kit: Kit, setting: str
     assert code == 2
     assert f"{setting}=" in err
     assert f"process {launched.process.pid}" not in err
-    assert f"taken by process {__import__('os').getpid()} (" in err
+    assert f"taken by process {os.getpid()} (" in err
     assert time.monotonic() - started < 1.0
     assert not launched.paths.root.exists()
 

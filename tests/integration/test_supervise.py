@@ -135,17 +135,15 @@ def segments(prefix: str) -> list[str]:
 def test_ten_cycles_leave_nothing(kit: Kit) -> None:
     mark = f"t{secrets.token_hex(4)}-"
     plan = kit.plan("--shm", mark, *HARD_TO_FIND, tp=2, pp=1)
-    runs = []
     for cycle in range(10):
         launched = kit.launch(kit.plan("--shm", mark, *HARD_TO_FIND, tp=2, pp=1, port=plan.server.port))
-        runs.append(launched)
-        if cycle % 2:
+        if cycle % 3 == 0:
             launched.wait_for("ready")
-        else:
-            launched.wait_for_ranks(1)
-        (kill_both if cycle % 3 == 2 else lambda run: run.process.kill())(launched)
-        if cycle % 3 == 2:
+            kill_both(launched)
             assert kit.verb("ps.run(json_output=True)")[0] == 0
+        else:
+            launched.wait_for_ranks(cycle % 3)
+            launched.process.kill()
         launched.wait_gone(5)
     assert kit.verb("ps.run(json_output=True)")[1] == "[]\n"
     assert segments(mark) == []
