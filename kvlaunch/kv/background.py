@@ -11,7 +11,7 @@ from typing import Literal
 
 from kvlaunch.errors import KVCommitError
 from kvlaunch.kv.channel import Channel
-from kvlaunch.kv.pages import page_runs
+from kvlaunch.kv.geometry import merged_runs
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ class Background:
         call = self._channel.map if operation.kind == "map" else self._channel.unmap
         failure: KVCommitError | None = None
         try:
-            call(page_runs(operation.pages))
+            call(merged_runs([(page, 1) for page in operation.pages]))
         except KVCommitError as error:
             failure = error
         self._finish(Result(operation, failure))

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from heapq import heappop, heappush
-
-from kvlaunch.kv.ipc.messages import PageRun
 
 
 class PageState(IntEnum):
@@ -23,22 +21,6 @@ class PageState(IntEnum):
     """Out of service, memory still there; waits for steps in flight. Next: MAPPED (reclaimed) or UNMAPPING."""
     UNMAPPING = 4
     """The ranks are giving its memory back. Next: UNMAPPED."""
-
-
-def page_runs(pages: Iterable[int]) -> tuple[PageRun, ...]:
-    """The pages as (first, count) runs, ascending, neighbours merged. Pages must be distinct."""
-    runs: list[PageRun] = []
-    first = count = 0
-    for page in sorted(pages):
-        if count and page == first + count:
-            count += 1
-            continue
-        if count:
-            runs.append((first, count))
-        first, count = page, 1
-    if count:
-        runs.append((first, count))
-    return tuple(runs)
 
 
 class PagePool:

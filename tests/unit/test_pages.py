@@ -9,20 +9,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvlaunch.kv.pages import PagePool, PageState, page_runs
+from kvlaunch.kv.pages import PagePool, PageState
 
 
 def grown(pool: PagePool, pages: int) -> PagePool:
     pool.finish_map(pool.begin_map(pages))
     return pool
-
-
-@pytest.mark.parametrize(
-    ("pages", "runs"),
-    [([], ()), ([7], ((7, 1),)), ([3, 1, 2], ((1, 3),)), ([9, 1, 2, 5, 8], ((1, 2), (5, 1), (8, 2)))],
-)
-def test_neighbouring_pages_are_one_run(pages, runs):
-    assert page_runs(pages) == runs
 
 
 @pytest.mark.parametrize(("num_blocks", "blocks_per_page"), [(0, 1), (7, 2), (4, 0), (-4, 4)])
