@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
@@ -95,7 +96,13 @@ def _values(path: str, typed: str, groups: Groups) -> Iterator[Item]:
 def _first_comment(path: Path) -> str:
     with path.open(encoding="utf-8") as f:
         line = f.readline()
-    return line[1:].strip() if line.startswith("#") else ""
+    return _brief(line[1:].strip()) if line.startswith("#") else ""
+
+
+def _brief(text: str) -> str:
+    """The first clause of `text`, on one line: zsh and fish show it beside the word."""
+    clause = re.split(r"[.;:](?:\s|$)|,\s", text.replace("`", ""), maxsplit=1)[0]
+    return clause if len(clause) <= 70 else f"{clause[:69].rstrip()}…"
 
 
 def _folders(typed: str) -> Iterator[Item]:
@@ -135,7 +142,7 @@ def _example(key: Key) -> str:
 
 
 def _forms(key: Key) -> Iterator[Item]:
-    text = doc_of(key)
+    text = _brief(doc_of(key))
     if key.path in GROUPS:
         yield f"{key.path}=", text
     if key.kind in ("node", "args", "env"):

@@ -34,14 +34,16 @@ def show(composed: Composed, *, json_output: bool) -> None:
 
 def show_groups(config_dir: Path | None, *, json_output: bool) -> None:
     """Print groups and choices. JSON: `{group: [choice, ...]}`."""
-    found = Groups.at(config_dir).all_choices()
+    groups = Groups.at(config_dir)
+    found, defaults = groups.all_choices(), groups.defaults()
     if json_output:
         _print_json({group: list(choices) for group, choices in found.items()})
         return
     for group, choices in found.items():
         sys.stdout.write(f"{group}=\n")
         for choice in choices.values():
-            sys.stdout.write(f"  {choice.name}{f'    ({choice.path})' if choice.own else ''}\n")
+            default = "  (default)" if choice.name == defaults.get(group) else ""
+            sys.stdout.write(f"  {choice.name}{default}{f'  ({choice.path})' if choice.own else ''}\n")
         if group == "model":
             sys.stdout.write("  or a hub id (Org/Name), or a local folder (/data/m, ./m, ~/m)\n")
         if group == PRESET and not choices:

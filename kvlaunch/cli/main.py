@@ -80,7 +80,7 @@ def _complete_runs(incomplete: str) -> list[str]:
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="KEY=VALUE...",
+        metavar="KEY=VALUE",
         help="What to launch: model=Qwen3-8B tp=2 pp=2 engine.args.max_model_len=4096 ... "
         "All keys: kvlaunch config model=tiny-qwen3. Groups and choices: kvlaunch config --groups.",
         autocompletion=_complete_overrides,
@@ -213,7 +213,9 @@ def _as_local(directory: Path) -> str:
 def _compose(overrides: Sequence[str] | None, config_dir: Path | None) -> Composed:
     from kvlaunch.config.compose import compose
 
-    return compose(list(overrides or ()), config_dir=config_dir)
+    given = list(overrides or ())
+    words.check(given, [command.name or "" for command in app.registered_commands])
+    return compose(given, config_dir=config_dir)
 
 
 def _plan(config: LaunchConfig) -> Any:
@@ -274,7 +276,7 @@ def _report(error: Any) -> int:
         sys.stderr.write("".join(f"  | {line}\n" for line in error.log_tail.rstrip().splitlines()))
         if error.log_path and error.log_path not in str(error):
             sys.stderr.write(f"  The whole log: {error.log_path}\n")
-    return error.exit_code
+    return int(error.exit_code)
 
 
 def _discard_output() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -63,9 +64,21 @@ def compose(texts: Sequence[str], *, config_dir: Path | None = None) -> Composed
         cfg, loaded = _compose_groups(request, groups)
         _set_values(cfg, request)
         _require_model(cfg, groups)
-        config = _typed(cfg)
-    validate(config)
-    return Composed(config, Origins(tuple(loaded), request, groups))
+    origins = Origins(tuple(loaded), request, groups)
+    try:
+        with _hydra_errors(groups):
+            config = _typed(cfg)
+        validate(config)
+    except ConfigError as e:
+        raise _with_file(e, origins) from None
+    return Composed(config, origins)
+
+
+def _with_file(error: ConfigError, origins: Origins) -> ConfigError:
+    """The error, with the file that its key comes from where that is one of the user's."""
+    key = re.match(r"[a-z_.]+", error.message)
+    origin = origins.of(key[0]) if key and keys.find(key[0]) else ""
+    return ConfigError(f"{origin}: {error.message}", hint=error.hint) if origin.startswith("/") else error
 
 
 def _compose_groups(request: Request, groups: Groups) -> tuple[DictConfig, list[Loaded]]:
@@ -75,31 +88,35 @@ def _compose_groups(request: Request, groups: Groups) -> tuple[DictConfig, list[
     from hydra.core.global_hydra import GlobalHydra
     from omegaconf import OmegaConf
 
+    from kvlaunch.config.searchpath import own_folder
+
     store = ConfigStore.instance()
     store.store(name=_SCHEMA, node=LaunchConfig, provider="kvlaunch")
     chosen = [_choice(group, name) for group, name in request.chosen.items()]
     if request.given_model is not None:
         store.store(group="model", name=_GIVEN_MODEL, node=dict(request.given_model), provider="kvlaunch")
         chosen.append(_choice("model", _GIVEN_MODEL))
-    if groups.own:
-        chosen.append(f"hydra.searchpath=[{_quoted(f'file://{groups.shipped}')}]")
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with initialize_config_dir(str(groups.roots[0]), version_base="1.3"):
+            with own_folder(groups.own), initialize_config_dir(str(groups.shipped), version_base="1.3"):
                 cfg = hydra_compose(_ROOT, overrides=chosen)
                 loaded = _loaded_files(GlobalHydra.instance().config_loader(), chosen)
     finally:
         GlobalHydra.instance().hydra = outer
     if OmegaConf.get_type(cfg) is not LaunchConfig:
-        raise ConfigError(
-            f"{groups.file(_ROOT)} replaces kvlaunch's own config.yaml and does not start from its schema.",
-            hint="Put the values into DIR/preset/NAME.yaml and choose it with preset=NAME; "
-            f"or list {_SCHEMA} first in its defaults.",
-        )
+        raise _no_schema(groups)
     return cfg, loaded
+
+
+def _no_schema(groups: Groups) -> ConfigError:
+    return ConfigError(
+        f"{groups.file(_ROOT)} replaces kvlaunch's own config.yaml, and does not start from its defaults.",
+        hint="Put the values into DIR/preset/NAME.yaml and choose it with preset=NAME; or copy "
+        f"{groups.shipped / 'config.yaml'} and go on from there.",
+    )
 
 
 def _choice(group: str, name: str) -> str:
@@ -229,10 +246,13 @@ def _hydra_errors(groups: Groups) -> Iterator[None]:
             f"{key}: {_first_line(e)}.",
             hint="${...} refers to another key, or ${oc.env:NAME} to a variable; for a literal write \\${...}",
         ) from e
-    except YAMLError as e:
+    except (YAMLError, UnicodeDecodeError) as e:
+        check_own_files(groups)
         raise ConfigError(f"A file of the config is not YAML: {e}") from e
     except (HydraException, OmegaConfBaseException) as e:
         check_own_files(groups)
+        if groups.own and (groups.own / f"{_ROOT}.yaml").is_file():
+            raise _no_schema(groups) from e
         key = getattr(e, "full_key", None) or getattr(e.__cause__, "full_key", None)
         raise ConfigError(f"The config does not compose{f' at {key}' if key else ''}: {_summary(e)}") from e
 
@@ -260,7 +280,10 @@ def check_own_files(groups: Groups) -> None:
         for choice in choices.values():
             if not choice.own:
                 continue
-            content = yaml.load(choice.path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+            try:
+                content = yaml.load(choice.path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+            except (yaml.YAMLError, UnicodeDecodeError) as e:
+                raise ConfigError(f"{choice.path} is not YAML: {' '.join(str(e).split())}") from None
             if content is None:
                 continue
             prefix = "" if group == keys.PRESET else f"{group}."

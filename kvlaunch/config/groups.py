@@ -81,6 +81,14 @@ class Groups:
     def all_choices(self) -> dict[str, dict[str, Choice]]:
         return {group: self.choices(group) for group in (*GROUPS, PRESET)}
 
+    def defaults(self) -> dict[str, str | None]:
+        """Group -> the choice that stands where none is made."""
+        import yaml
+
+        content = yaml.safe_load((self.shipped / "config.yaml").read_text(encoding="utf-8"))
+        pairs = [next(iter(item.items())) for item in content["defaults"] if isinstance(item, dict)]
+        return {group: choice for group, choice in pairs if group in GROUPS}
+
     def file(self, config_path: str) -> Path | None:
         """The file behind `model/Qwen3-8B`, as Hydra would find it."""
         return next((p for root in self.roots if (p := root / f"{config_path}.yaml").is_file()), None)

@@ -59,7 +59,7 @@ def looks_like_override(word: str) -> bool:
     return "=" in word or word[:1] in ("+", "~")
 
 
-def parse(text: str) -> Override:
+def parse(text: str, groups: Groups) -> Override:
     """Split one override into key and value.
 
     `--tp=2`, `+tp=2` and `++tp=2` mean the same as `tp=2`: the schema says which keys there are.
@@ -68,6 +68,8 @@ def parse(text: str) -> Override:
         ConfigError: it is no override; the message says what was probably meant.
     """
     body = text
+    if not text.isprintable() and any(0xD800 <= ord(c) <= 0xDFFF for c in text):
+        raise ConfigError(f"{text!r} is not UTF-8.", hint="Names and paths in overrides must be UTF-8 text.")
     if body.startswith("--") and "=" in body and not body.startswith("---"):
         name, _, rest = body[2:].partition("=")
         body = f"{name.replace('-', '_')}={rest}"
@@ -77,7 +79,7 @@ def parse(text: str) -> Override:
         key = body[1:].partition("=")[0].strip()
         return Override(text, _checked(key, text), None)
     if "=" not in body:
-        raise _no_override(text)
+        raise _no_override(text, groups)
     key, _, raw = body.partition("=")
     return Override(text, _checked(key.strip(), text), raw)
 
@@ -92,7 +94,8 @@ def sort(texts: Sequence[str], groups: Groups) -> Request:
         if text == "=":
             raise ConfigError(f"'{before} = {after}': an override has no spaces.", hint=f"Write {before}={after}")
     request = Request()
-    for override in map(parse, texts):
+    for text in texts:
+        override = parse(text, groups)
         if override.key in (*GROUPS, PRESET) and not _is_mapping(override):
             _add_choice(request, override, groups)
         elif override.deletes:
@@ -116,16 +119,19 @@ def _same_spelling(key: str) -> str:
     return prefix + key.removeprefix(prefix).replace("-", "_") if key.startswith(prefix) else key
 
 
-def _no_override(text: str) -> ConfigError:
+def _no_override(text: str, groups: Groups) -> ConfigError:
     if text.startswith("-"):
         return _no_option(text)
     if find(text) is not None or text in GROUPS:
         return ConfigError(f"{text!r} has no value.", hint=f"Write {text}=VALUE, without spaces.")
+    for group, choices in groups.all_choices().items():
+        if text in choices:
+            return ConfigError(f"{text!r} is not an override.", hint=f"Did you mean {group}={text}?")
     if "/" in text or text.startswith((".", "~")):
         return ConfigError(f"{text!r} is not an override.", hint=f"To serve that model: model={shlex.quote(text)}")
     meant = suggest(text)
     hint = f"Did you mean {meant}=VALUE?" if meant else "Overrides are written KEY=VALUE, for example tp=2"
-    return ConfigError(f"{text!r} is not an override.", hint=hint)
+    return ConfigError(f"{text!r} is neither a verb nor an override.", hint=hint)
 
 
 def _no_option(text: str) -> ConfigError:

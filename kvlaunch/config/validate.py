@@ -7,7 +7,11 @@ import re
 from collections.abc import Iterator
 
 from kvlaunch.config.schema import KVConfig, LaunchConfig
+from kvlaunch.config.units import exact_bytes
 from kvlaunch.errors import ConfigError
+
+_ADDRESS_SPACE = 1 << 47
+"""Bytes of user space with four-level page tables (Linux, x86-64)."""
 
 _NAME = re.compile(r"[\w][\w .#:+@=-]{0,63}")
 _HOST_PORT = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+)(?::(?P<port>\d+))?")
@@ -25,9 +29,17 @@ def validate(config: LaunchConfig) -> None:
     _check_nodes(config)
     _check_kv(config.kv)
     for key, seconds, zero in _durations(config):
-        if not math.isfinite(seconds) or seconds < 0 or (seconds == 0 and not zero):
-            rule = "must not be negative" if zero else "must be more than 0"
-            raise ConfigError(f"{key}={seconds:g}: {rule} (seconds).", hint=f"For example: {key}=30")
+        rule = (
+            "must be a finite number of seconds"
+            if not math.isfinite(seconds)
+            else "must not be negative (seconds)"
+            if seconds < 0 and zero
+            else "must be more than 0 (seconds)"
+            if seconds < 0 or (seconds == 0 and not zero)
+            else None
+        )
+        if rule:
+            raise ConfigError(f"{key}={seconds:g}: {rule}.", hint=f"For example: {key}=30")
 
 
 def _durations(config: LaunchConfig) -> Iterator[tuple[str, float, bool]]:
@@ -108,13 +120,19 @@ def _check_nodes(config: LaunchConfig) -> None:
 def _check_kv(kv: KVConfig) -> None:
     if not isinstance(kv.reserve, int) or kv.reserve <= 0:
         raise ConfigError(f"kv.reserve={kv.reserve}: must be more than 0 bytes.", hint="For example: kv.reserve=2GiB")
+    if kv.reserve > _ADDRESS_SPACE:
+        raise ConfigError(
+            f"kv.reserve={exact_bytes(kv.reserve)}: a process has at most 128TiB of address space.",
+            hint="For example: kv.reserve=2GiB",
+        )
     if kv.page is not None and (not isinstance(kv.page, int) or kv.page <= 0):
         raise ConfigError(
             f"kv.page={kv.page}: must be more than 0 bytes.", hint="Leave it out for the smallest that can be mapped."
         )
     if kv.page is not None and kv.page > kv.reserve:
         raise ConfigError(
-            f"kv.page={kv.page} is larger than kv.reserve={kv.reserve}.", hint="A page lies inside the reserve."
+            f"kv.page={exact_bytes(kv.page)} is larger than kv.reserve={exact_bytes(kv.reserve)}.",
+            hint="A page lies inside the reserve.",
         )
     if kv.block_size is not None and kv.block_size < 1:
         raise ConfigError(
