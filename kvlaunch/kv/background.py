@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -12,8 +11,6 @@ from typing import Literal
 from kvlaunch.errors import KVCommitError
 from kvlaunch.kv.channel import Channel
 from kvlaunch.kv.geometry import merged_runs
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,12 +193,13 @@ def test_a_limit_without_page_0_is_refused(make):
 
 
 def test_under_the_limit_growth_waits_for_an_unmap_under_way(make):
-    """Pages 1-3 must go before others may come: only pages that are gone make room, and ensure waits for that."""
+    """Pages 1-3 must go before others may come: ensure waits for that."""
     bench = make(limit_pages=4)
     bench.manager.give(bench.get(15))
+    assert bench.ranks.entered.acquire(timeout=10)  # the map
     bench.ranks.gate.clear()
     bench.idle_without_settling()
-    assert bench.ranks.entered.acquire(timeout=10)  # the first map
+    assert bench.ranks.entered.acquire(timeout=10)  # the unmap, which now hangs
     assert bench.manager.free_blocks == 15
     bench.ranks.gate.set()
     assert bench.manager.ensure(15) == 15
