@@ -25,7 +25,8 @@ while True:
 _PARENT = """
 import subprocess, sys, threading, time
 def start():
-    subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2]])
+    child = subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2]], stdout=subprocess.PIPE, text=True)
+    print(child.stdout.readline(), end="", flush=True)  # it is tied before this thread ends
 if sys.argv[3] == "thread":
     thread = threading.Thread(target=start)
     thread.start()
