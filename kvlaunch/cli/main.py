@@ -5,6 +5,7 @@ Everything beyond parsing is imported by the verb that needs it: `--help` and co
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -233,6 +234,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         argv: words after the program's name; None: those that the process was started with.
     """
     complete.join_split_words()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A name that the terminal's encoding does not have is shown escaped; it is no reason to fail.
+            stream.reconfigure(errors="backslashreplace")
     code = guarded(lambda: _run(list(sys.argv[1:] if argv is None else argv)))
     sys.exit(code)
 
@@ -266,7 +271,8 @@ def guarded(action: Callable[[], int]) -> int:
 def _report(error: Any) -> int:
     """Say what went wrong; the exit code."""
     if isinstance(error, OSError):
-        words.complain(f"{error.strerror or error}{f': {error.filename}' if error.filename is not None else ''}")
+        where = f": {error.filename}" if error.filename is not None else ""
+        words.complain(f"{error.strerror or error}{where}", "KVLAUNCH_DEBUG=1 shows where it happened.")
         return 1
     if not isinstance(error, KVLaunchError):
         words.complain(error.format_message(), f"See {error.ctx.command_path if error.ctx else PROG} --help.")

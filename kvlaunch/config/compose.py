@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -64,7 +64,7 @@ def compose(texts: Sequence[str], *, config_dir: Path | None = None) -> Composed
         cfg, loaded = _compose_groups(request, groups)
         _set_values(cfg, request)
         _require_model(cfg, groups)
-    origins = Origins(tuple(loaded), request, groups)
+    origins = Origins(loaded, request, groups)
     try:
         with _hydra_errors(groups):
             config = _typed(cfg)
@@ -81,7 +81,7 @@ def _with_file(error: ConfigError, origins: Origins) -> ConfigError:
     return ConfigError(f"{origin}: {error.message}", hint=error.hint) if origin.startswith("/") else error
 
 
-def _compose_groups(request: Request, groups: Groups) -> tuple[DictConfig, list[Loaded]]:
+def _compose_groups(request: Request, groups: Groups) -> tuple[DictConfig, Callable[[], list[Loaded]]]:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.config_store import ConfigStore
@@ -103,12 +103,12 @@ def _compose_groups(request: Request, groups: Groups) -> tuple[DictConfig, list[
             warnings.simplefilter("ignore")
             with own_folder(groups.own), initialize_config_dir(str(groups.shipped), version_base="1.3"):
                 cfg = hydra_compose(_ROOT, overrides=chosen)
-                loaded = _loaded_files(GlobalHydra.instance().config_loader(), chosen)
+                loader = GlobalHydra.instance().config_loader()
     finally:
         GlobalHydra.instance().hydra = outer
     if OmegaConf.get_type(cfg) is not LaunchConfig:
         raise _no_schema(groups)
-    return cfg, loaded
+    return cfg, lambda: _loaded_files(loader, chosen)
 
 
 def _no_schema(groups: Groups) -> ConfigError:
@@ -135,7 +135,7 @@ def _quoted(text: str) -> str:
 
 
 def _loaded_files(loader: ConfigLoader, chosen: list[str]) -> list[Loaded]:
-    """What was merged, first to last."""
+    """What was merged, first to last. As dear as the composition itself, so done only where somebody asks."""
     from hydra.types import RunMode
 
     found = loader.compute_defaults_list(_ROOT, overrides=chosen, run_mode=RunMode.RUN)

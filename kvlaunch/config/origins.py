@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +26,8 @@ class Loaded:
 class Origins:
     """Dotted key -> where its value came from."""
 
-    loaded: tuple[Loaded, ...]
-    """First to last, as merged."""
+    loaded: Callable[[], list[Loaded]]
+    """What was merged, first to last."""
     request: Request
     groups: Groups
     _table: dict[str, str] | None = field(default=None, init=False, repr=False)
@@ -50,7 +50,7 @@ class Origins:
 
     def _build(self) -> dict[str, str]:
         table: dict[str, str] = {}
-        for item in self.loaded:
+        for item in self.loaded():
             path = self.groups.file(item.config_path)
             if path is None:
                 continue

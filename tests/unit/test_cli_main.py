@@ -171,7 +171,11 @@ def test_mistakes(cli: Cli, argv: list[str], code: int, err: str) -> None:
         ),
         (errors.RunNotFoundError("No such run."), 9, "error: No such run.\n"),
         (KeyboardInterrupt(), 130, ""),
-        (PermissionError(13, "Permission denied", "/x"), 1, "error: Permission denied: /x\n"),
+        (
+            PermissionError(13, "Permission denied", "/x"),
+            1,
+            "error: Permission denied: /x\n  KVLAUNCH_DEBUG=1 shows where it happened.\n",
+        ),
     ],
 )
 def test_errors_become_exit_codes(
@@ -317,6 +321,12 @@ def test_the_whole_way_in_an_awkward_folder(tmp_path: Path) -> None:
     value = json.loads(done.stdout)
     assert (value["model"]["path"], value["name"], value["tp"]) == (str(folder / "a=b"), "ä#1", 2)
     assert list(folder.iterdir()) == []
+
+
+def test_an_encoding_without_the_letter() -> None:
+    done = run("config", TINY, "name=ä", env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "name: \\xe4" in done.stdout
 
 
 def test_colours_only_for_a_terminal(tmp_path: Path) -> None:
