@@ -10,6 +10,7 @@ Several faults are separated by `;`, the fields of one by `,`:
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -78,26 +79,30 @@ def request_fault(faults: Sequence[Fault]) -> Callable[[Map | Unmap], None] | No
             if fault.kind == "stall":
                 time.sleep(fault.number("seconds", 20))
             else:
-                raise MemoryError("injected: no memory for this page")
+                raise OSError(errno.ENOMEM, "injected: no memory for this page")
 
     return before
 
 
 class _Forgetful:
-    """A region that acknowledges every map and leaves the memory as it is: what a forgotten stage looks like."""
+    """A region that acknowledges every map but the first (the null block's page) and leaves the memory as it is."""
 
     def __init__(self, region: Region) -> None:
         self._region = region
+        self._first = True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._region, name)
 
     def map_many(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Nothing, on purpose."""
+        if self._first:
+            self._region.map_many(ranges)
+        self._first = False
 
     def unmap_many(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Nothing, on purpose."""
 
 
 def forgetful(region: Region) -> Region:
+    """What a stage that was forgotten looks like to the others: it agrees to everything and has no memory."""
     return cast("Region", _Forgetful(region))

@@ -28,6 +28,14 @@ def stage_of(plan: LaunchPlan, rank: RankPlan) -> StagePlan:
     return plan.stages[rank.pp_rank]
 
 
+EXPORTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", keys.GLOBAL_RANK, keys.WORLD_SIZE, keys.TP_RANK, keys.PP_RANK)
+
+
+def exported() -> dict[str, str]:
+    """What this process's environment says of its rank."""
+    return {name: os.environ[name] for name in EXPORTED if name in os.environ}
+
+
 def export_rank(run: RunEnv, plan: LaunchPlan, rank: RankPlan) -> None:
     """Put the rank into this process's environment, with torchrun's names and kvlaunch's own."""
     os.environ.update(

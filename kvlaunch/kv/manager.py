@@ -154,6 +154,11 @@ class KVCacheManager:
             more = min(more, pool.retiring_pages)
         return pool.free_blocks + more * pool.blocks_per_page
 
+    @property
+    def in_use_blocks(self) -> int:
+        """Blocks handed out; the null block is not among them."""
+        return self._pool.in_use_blocks
+
     def ensure(self, n: int) -> int:
         """Have at least n blocks ready for `take`, mapping pages where needed; that waits for the ranks (a stall).
 

@@ -1,7 +1,7 @@
 """vLLM's BlockPool with blocks that exist only while memory is behind them.
 
-Free blocks without a prefix-cache hash live in the KVCacheManager; vLLM's own free queue holds the cached ones alone, in
-its own order of eviction. Hashing, prefix lookup and eviction stay vLLM's.
+Free blocks without a prefix-cache hash live in the KVCacheManager; vLLM's own free queue holds the cached ones alone,
+in its own order of eviction. Hashing, prefix lookup and eviction stay vLLM's.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
     def get_num_free_blocks(self) -> int:
         cached: int = self.free_block_queue.num_free_blocks
         if self._count_all:
-            return self.num_gpu_blocks - self._manager.in_use_blocks + cached
+            return int(self.num_gpu_blocks) - 1 - self._manager.in_use_blocks + cached
         return self._manager.free_blocks + cached
 
     def get_usage(self) -> float:
@@ -100,7 +100,8 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
         """Give back cached blocks that have idled too long, least recently used first.
 
         Returns:
-            Time on the pool's clock at which the next one will have, or None where none will.
+            Time on the pool's clock at which it should be called next, or None where nothing will be due. It leaves
+            time for several blocks to become due, so that their pages go together.
         """
         queue, due = self.free_block_queue, self._clock() - self._idle_s
         old: list[KVCacheBlock] = []
@@ -109,7 +110,7 @@ class ElasticBlockPool(BlockPool):  # type: ignore[misc]
             freed_at = self._cached_at.get(head.block_id, 0.0)
             if freed_at > due:
                 self._give(old)
-                return freed_at + self._idle_s
+                return freed_at + self._idle_s + min(1.0, self._idle_s / 10)
             queue.popleft()
             self._maybe_evict_cached_block(head)
             old.append(head)

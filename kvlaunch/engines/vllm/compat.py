@@ -38,7 +38,8 @@ def check_version(found: str | None = None) -> None:
         release = (0, 0)
     if not low <= release < high:
         raise CompatibilityError(
-            f"vLLM {found} is installed; this kvlaunch was tested with vLLM >= {low[0]}.{low[1]}, < {high[0]}.{high[1]}.",
+            f"vLLM {found} is installed; this kvlaunch was tested with vLLM >= {low[0]}.{low[1]},"
+            f" < {high[0]}.{high[1]}.",
             hint="Install a version inside the window, or a kvlaunch that knows this one.",
         )
 

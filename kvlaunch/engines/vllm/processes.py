@@ -25,18 +25,22 @@ FAILURE_LOGGERS = ("vllm.v1.executor.multiproc_executor", "vllm.v1.engine.core")
 """Where vLLM reports the exception that ends a worker or the scheduler."""
 
 
-class FailureRecorder(logging.Handler):
-    """Keeps the first exception that ends this process as its failure record."""
+class FailureRecorder(logging.Filter):
+    """Keeps the first exception that ends this process as its failure record.
+
+    A filter, and not a handler: configuring vLLM's logging takes the handlers off its loggers.
+    """
 
     def __init__(self, paths: RunPaths, who: str, rank: int | None, log: Path) -> None:
-        super().__init__(level=logging.ERROR)
+        super().__init__()
         self._about = (paths.root, who, rank, log)
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, Exception):
             root, who, rank, log = self._about
             record_failure(root, who, rank, error, log)
+        return True
 
 
 def install(run: RunEnv) -> None:
@@ -104,7 +108,7 @@ def _enter() -> tuple[RunEnv, LaunchPlan]:
 
 def _watch_failures(recorder: FailureRecorder) -> None:
     for name in FAILURE_LOGGERS:
-        logging.getLogger(name).addHandler(recorder)
+        logging.getLogger(name).addFilter(recorder)
 
 
 def _log_kvlaunch(who: str) -> None:

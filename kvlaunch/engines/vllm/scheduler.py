@@ -61,7 +61,8 @@ class SchedulerHooks:
         if self._pool is not None:
             raise CompatibilityError("vLLM made a second block pool; kv=elastic serves one.")
         channel = ZmqChannel(
-            {stage.pp_rank: (stage.endpoint, stage.ranks) for stage in plan.stages},
+            {stage.pp_rank: stage.endpoint for stage in plan.stages},
+            leaders={stage.pp_rank: stage.leader for stage in plan.stages},
             run=self._run.run,
             epoch=self._run.epoch,
             sender=f"scheduler-{os.getpid()}",
@@ -98,7 +99,7 @@ class SchedulerHooks:
         scheduler = core.scheduler
         manager, pool = self._manager, self._pool
         if manager is None or pool is None or scheduler.kv_cache_manager.block_pool is not pool:
-            raise CompatibilityError("vLLM's scheduler did not take the elastic block pool; its KV cache has no memory.")
+            raise CompatibilityError("vLLM's scheduler did not take the elastic block pool: its blocks have no memory.")
         self._core = core
         coordinator = compat.seam(scheduler.kv_cache_manager, "coordinator")
         count, schedule, update = (
@@ -117,15 +118,15 @@ class SchedulerHooks:
         def schedule_step(*args: Any, **kwargs: Any) -> Any:
             if self._next_trim is not None and time.monotonic() >= self._next_trim:
                 self._trim()
-            output = schedule(*args, **kwargs)
+            # Counted first, so that what this very call frees waits for the step too.
             manager.step_scheduled()
-            return output
+            return schedule(*args, **kwargs)
 
         def finish_step(*args: Any, **kwargs: Any) -> Any:
-            # vLLM gets here when the last stage's result is in; every rank of every stage took part in it, so the
-            # step can touch no block any more, whatever its requests free now.
-            manager.step_finished()
+            # vLLM gets here when the last stage's result is in. Every rank of every stage took part in it, so this
+            # step touches no block any more; what its requests free now waits for the steps behind it only.
             outputs = update(*args, **kwargs)
+            manager.step_finished()
             self._expect_trim()
             return outputs
 

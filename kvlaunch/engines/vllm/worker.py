@@ -10,8 +10,9 @@ import msgspec
 from kvlaunch.engines import faults, ranks
 from kvlaunch.engines.vllm import compat
 from kvlaunch.env import RunEnv
+from kvlaunch.errors import CompatibilityError
 from kvlaunch.events import Phase, emit
-from kvlaunch.kv.geometry import BlockGeometry, Strip
+from kvlaunch.kv.geometry import BlockGeometry
 from kvlaunch.kv.ipc.listener import StageListener
 from kvlaunch.kv.ipc.peer import StagePeer
 from kvlaunch.kv.memory.base import Region
@@ -76,6 +77,7 @@ class WorkerHooks:
         if not config.kv_cache_tensors:
             return {}
         compat.refuse_unsupported_cache(config)
+        self._check_rank()
         buffer = self._reserve(self._geometry(config))
         caches: dict[str, torch.Tensor] = {}
         for tensor in config.kv_cache_tensors:
@@ -97,22 +99,33 @@ class WorkerHooks:
         if self._service is not None:
             self._service.close()
 
+    def _check_rank(self) -> None:
+        """Raises CompatibilityError where vLLM placed this rank otherwise than the plan."""
+        from vllm.distributed import get_pp_group, get_tp_group
+
+        found = (get_pp_group().rank_in_group, get_tp_group().rank_in_group)
+        planned = (self._rank.pp_rank, self._rank.tp_rank)
+        if found != planned:
+            raise CompatibilityError(
+                f"vLLM made global rank {self._rank.global_rank} (stage, tp rank) {found}; the plan has {planned}."
+            )
+
     def _geometry(self, config: KVCacheConfig) -> BlockGeometry:
         """Pages over the byte ranges that vLLM gives to blocks.
 
         Block b of layer l starts at offset + l * layer_stride + b * block_stride (KVCacheTensor). Layer-outermost
         layouts give a block one range a layer; block-outermost ones pack all layers of a block into one.
         """
-        strips = set()
+        strips: set[tuple[int, int]] = set()
         for tensor in config.kv_cache_tensors:
             if tensor.block_stride > tensor.layer_stride:
-                strips.add(Strip(base=0, stride=tensor.block_stride))
+                strips.add((0, tensor.block_stride))
                 continue
             for layer in range(len(tensor.layers)):
-                strips.add(Strip(base=tensor.offset + layer * tensor.layer_stride, stride=tensor.block_stride))
+                strips.add((tensor.offset + layer * tensor.layer_stride, tensor.block_stride))
         kv = self._plan.kv
         return BlockGeometry.from_strips(
-            sorted(strips, key=lambda s: s.base),
+            strips,
             num_blocks=config.num_blocks,
             blocks_per_page=kv.blocks_per_page,
             granularity=kv.granularity,
@@ -134,11 +147,19 @@ class WorkerHooks:
         stage = ranks.stage_of(self._plan, self._rank)
         peer_path = self._paths.peer_socket(stage.pp_rank)
         if self._rank.global_rank == stage.leader:
-            peers = [r for r in stage.ranks if r != stage.leader]
-            self._service = StageListener(memory, endpoint=stage.endpoint, peer_path=peer_path, peers=peers)
+            listener = StageListener(
+                memory,
+                endpoint=stage.endpoint,
+                peer_path=peer_path,
+                peers=[r for r in stage.ranks if r != stage.leader],
+                peer_timeout_s=self._plan.kv.commit_timeout_s / 2,
+            )
+            self._service = listener
+            listener.start()
+            listener.wait_ready(CONNECT_TIMEOUT_S)
         else:
             self._service = StagePeer(memory, peer_path=peer_path, connect_timeout_s=CONNECT_TIMEOUT_S)
-        self._service.start()
+            self._service.start()
         log.info("KV cache: %d bytes of address space, %d pages", geometry.region_bytes, geometry.num_pages)
         return region.tensor()
 
@@ -150,8 +171,7 @@ class WorkerHooks:
         about = {
             "address": self._region.address,
             "nbytes": self._region.nbytes,
-            "pp_rank": self._rank.pp_rank,
-            "tp_rank": self._rank.tp_rank,
+            "exported": ranks.exported(),
             "listener": stage.endpoint,
             "listens": self._rank.global_rank == stage.leader,
         }

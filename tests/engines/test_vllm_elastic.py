@@ -1,0 +1,132 @@
+"""The elastic KV cache in real vLLM: same tokens as the stock engine, memory that follows the load, on every rank."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from tests.engines.harness import Engine, launch, prompts, wait_until
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+
+SMALL = ("engine=vllm", "kv.reserve=64MiB", "kv.cache.idle_s=2")
+PROMPTS = prompts(24)
+TOPOLOGIES = [(1, 1), (2, 1), (1, 2), (2, 2)]
+
+
+@dataclass(frozen=True)
+class Case:
+    tp: int
+    pp: int
+    prefix_caching: bool
+
+    def __str__(self) -> str:
+        return f"tp{self.tp}-pp{self.pp}-{'prefix' if self.prefix_caching else 'plain'}"
+
+    @property
+    def overrides(self) -> list[str]:
+        caching = str(self.prefix_caching).lower()
+        return [*SMALL, f"tp={self.tp}", f"pp={self.pp}", f"engine.args.enable_prefix_caching={caching}"]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A running elastic engine, and what the stock one answered before under the same topology."""
+
+    case: Case
+    elastic: Engine
+    expected: list[list[list[int]]]
+
+
+CASES = [Case(tp, pp, prefix) for tp, pp in TOPOLOGIES for prefix in (True, False)]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    case: Case = request.param
+    with launch(*case.overrides, "kv=static") as static:
+        expected = [static.complete_all(PROMPTS) for _ in range(2)]
+    with launch(*case.overrides, "kv=elastic") as elastic:
+        yield Pair(case, elastic, expected)
+
+
+def test_nothing_is_committed_before_the_first_request(pair: Pair) -> None:
+    wait_until(pair.elastic.at_baseline, 30, f"resident {pair.elastic.resident_bytes()}")
+
+
+def test_tokens_are_those_of_the_stock_engine(pair: Pair) -> None:
+    assert pair.elastic.plan.kv.guard
+    distinct = {tuple(tokens) for tokens in pair.expected[0]}
+    assert len(distinct) > len(PROMPTS) // 2, "the model answers everything alike: this test would prove nothing"
+    for expected in pair.expected:
+        assert pair.elastic.complete_all(PROMPTS) == expected
+
+
+def test_memory_follows_the_load_on_every_rank(pair: Pair) -> None:
+    engine = pair.elastic
+    wait_until(engine.at_baseline, 30, f"idle: resident {engine.resident_bytes()}")
+    peak = [0] * (pair.case.tp * pair.case.pp)
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.05):
+            peak[:] = map(max, peak, engine.resident_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        engine.complete_all(PROMPTS, max_tokens=128)
+    finally:
+        done.set()
+        watcher.join()
+    # 24 requests of at least 40 + 128 tokens: more than 24 * 5 blocks of 32 tokens.
+    assert all(got > 100 * page for got, page in zip(peak, engine.page_bytes(), strict=True)), peak
+    wait_until(engine.at_baseline, 30, f"after the load: resident {engine.resident_bytes()}, peak {peak}")
+
+
+def test_the_kernel_and_the_ranks_agree_on_what_is_mapped(pair: Pair) -> None:
+    engine = pair.elastic
+    engine.complete_all(PROMPTS[:4])
+    wait_until(engine.at_baseline, 30, f"resident {engine.resident_bytes()}")
+    wait_until(lambda: engine.mapped_bytes() == engine.resident_bytes(), 10, "ps and smaps differ")
+
+
+def test_every_rank_knows_its_place(pair: Pair) -> None:
+    case, engine = pair.case, pair.elastic
+    world_size = case.tp * case.pp
+    about = engine.kv_events()
+    assert sorted(about) == list(range(world_size))
+    for rank, told in about.items():
+        pp_rank, tp_rank = divmod(rank, case.tp)
+        assert told["exported"] == {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_RANK": str(rank),
+            "KVLAUNCH_GLOBAL_RANK": str(rank),
+            "KVLAUNCH_WORLD_SIZE": str(world_size),
+            "KVLAUNCH_TP_RANK": str(tp_rank),
+            "KVLAUNCH_PP_RANK": str(pp_rank),
+        }
+        assert told["listener"] == f"ipc://{engine.paths.listener_socket(pp_rank)}"
+        assert told["listens"] == (tp_rank == 0)
+    assert len(list(engine.paths.root.glob("kv-s*"))) == case.pp
+    assert len({told["pid"] for told in about.values()}) == world_size
+
+
+def test_it_stays_quiet_when_idle(pair: Pair) -> None:
+    """At baseline nothing wakes the scheduler: it uses no processor time to speak of."""
+    import psutil
+
+    engine = pair.elastic
+    wait_until(engine.at_baseline, 30, f"resident {engine.resident_bytes()}")
+    worker = psutil.Process(engine.kv_events()[0]["pid"])
+    scheduler = worker.parent()
+    assert scheduler is not None
+    before = scheduler.cpu_times()
+    time.sleep(2)
+    after = scheduler.cpu_times()
+    assert after.user + after.system - before.user - before.system < 0.2

@@ -1,0 +1,77 @@
+"""What goes wrong on a rank of real vLLM: a forgotten stage, a map that fails, a listener that hangs, a rank that raises."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from kvlaunch.errors import EngineError
+from tests.engines.harness import Engine, kvlaunch, launch, prompts, wait_until
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+SMALL = ("engine=vllm", "kv.reserve=64MiB", "kv.cache.idle_s=1")
+
+
+def scheduler_log(engine: Engine) -> str:
+    return engine.paths.engine_log.read_text(errors="replace")
+
+
+def test_a_forgotten_stage_crashes_under_the_guard() -> None:
+    """The proof that the guard works: stage 1 agrees to every map and maps nothing."""
+    with launch(*SMALL, "tp=1", "pp=2", fault="unmapped,stage=1") as engine:
+        with pytest.raises((OSError, AssertionError)):
+            engine.complete(prompts(1)[0] * 4, max_tokens=64, timeout=60)
+        assert engine.process.wait(60) == EngineError.exit_code
+        said = "".join(engine.stderr)
+        assert "rank 1" in said
+        assert "SIGSEGV" in said
+
+
+def test_a_failed_map_is_rolled_back_everywhere_and_the_engine_serves_on() -> None:
+    """Rank 3 (stage 1) refuses three maps, under load and alone."""
+    with launch(*SMALL, "tp=2", "pp=2", "kv.ahead.low=0", "kv.ahead.high=0") as plain:
+        expected = plain.complete_all(prompts(24))
+    fault = "map-fails,rank=3,after=3,times=6"
+    with launch(*SMALL, "tp=2", "pp=2", "kv.ahead.low=0", "kv.ahead.high=0", fault=fault) as engine:
+        assert engine.complete_all(prompts(24)) == expected
+        log = scheduler_log(engine)
+        assert "rank 3" in log
+        assert "injected: no memory for this page" in log
+        wait_until(lambda: len(set(engine.mapped_bytes())) == 1, 10, "the ranks differ in what they have mapped")
+        wait_until(engine.at_baseline, 30, f"resident {engine.resident_bytes()}")
+        assert engine.complete_all(prompts(24)) == expected
+
+
+def test_a_listener_that_hangs_is_an_error_within_its_deadline_and_the_engine_serves_on() -> None:
+    fault = "stall,rank=2,after=3,seconds=6"
+    with launch(
+        *SMALL, "tp=2", "pp=2", "kv.ahead.low=0", "kv.ahead.high=0", "kv.commit_timeout_s=2", fault=fault
+    ) as engine:
+        started = time.monotonic()
+        first = engine.complete_all(prompts(8))
+        assert time.monotonic() - started > 2, "nothing hung: this test would prove nothing"
+        log = scheduler_log(engine)
+        assert "stage 1" in log or "rank 2" in log
+        assert engine.complete_all(prompts(8)) == first
+        wait_until(lambda: len(set(engine.mapped_bytes())) == 1, 20, "the ranks differ in what they have mapped")
+        wait_until(engine.at_baseline, 30, f"resident {engine.resident_bytes()}")
+
+
+def test_a_rank_that_raises_at_start_is_the_one_that_is_named() -> None:
+    out = kvlaunch(
+        "up", "model=tiny-qwen3", "server.port=0", *SMALL, "tp=2", "pp=2",
+        timeout=240, KVLAUNCH_TEST_FAULT="raise,rank=1,at=weights",
+    )  # fmt: skip
+    assert out.returncode == EngineError.exit_code
+    assert "rank 1" in out.stderr
+    assert "injected fault at weights" in out.stderr
+    assert "rank1.log" in out.stderr
+
+
+def test_an_option_that_cannot_work_is_refused_by_name() -> None:
+    out = kvlaunch("plan", "model=tiny-qwen3", *SMALL, "engine.args.enable_sleep_mode=true")
+    assert out.returncode != 0
+    assert "enable_sleep_mode" in out.stderr
+    assert "kv=static" in out.stderr

@@ -1,0 +1,118 @@
+"""The elastic KV cache in real vLLM under what is hard on it: aborts, preemption, resets, several cache groups."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import random
+import urllib.parse
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.engines.harness import Engine, launch, prompts, wait_until
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+
+REQUESTS = 2000
+AT_ONCE = 48
+
+
+def one_request(engine: Engine, index: int, give_up_after_s: float | None) -> bool:
+    """A streamed completion, given up after a while by closing the connection. True: it was finished."""
+    at = urllib.parse.urlsplit(engine.url)
+    body = {
+        "model": engine.plan.model.name,
+        "prompt": prompts(8)[index % 8] + str(index % 50),
+        "max_tokens": 8 + index % 32,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    connection = http.client.HTTPConnection(str(at.hostname), at.port, timeout=120)
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        if give_up_after_s is not None:
+            assert connection.sock is not None
+            connection.sock.settimeout(give_up_after_s)
+        with contextlib.suppress(TimeoutError):
+            reply = connection.getresponse()
+            assert reply.status == 200
+            return b"[DONE]" in reply.read()
+        return False
+    finally:
+        connection.close()
+
+
+def test_an_abort_storm_under_pipeline_parallelism_loses_no_page() -> None:
+    rng = random.Random(7)
+    patience = [rng.uniform(0.0, 0.8) if rng.random() < 0.5 else None for _ in range(REQUESTS)]
+    with launch("engine=vllm", "tp=1", "pp=2", "kv.reserve=64MiB", "kv.cache.idle_s=1") as engine:
+        before = engine.complete_all(prompts(8))
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            finished = list(pool.map(lambda i: one_request(engine, i, patience[i]), range(REQUESTS)))
+        assert all(done for done, limit in zip(finished, patience, strict=True) if limit is None)
+        given_up = finished.count(False)
+        assert given_up > REQUESTS // 10, f"only {given_up} requests were aborted: the storm was none"
+        assert engine.complete_all(prompts(8)) == before
+        wait_until(engine.at_baseline, 30, f"resident {engine.resident_bytes()}")
+        wait_until(lambda: engine.mapped_bytes() == engine.resident_bytes(), 10, "ps and smaps differ")
+        assert engine.process.poll() is None
+
+
+TIGHT = (
+    "engine=vllm",
+    "pp=2",
+    "kv.reserve=768KiB",
+    "kv.cache.idle_s=1",
+    "engine.args.max_model_len=640",
+    "engine.args.max_num_batched_tokens=128",
+    "engine.args.max_num_seqs=24",
+)
+
+
+@pytest.mark.parametrize("async_scheduling", ["true", "false"])
+def test_preemption_and_chunked_prefill_give_the_tokens_of_the_stock_engine(async_scheduling: str) -> None:
+    """48 blocks a rank for 24 requests that want up to ten each."""
+    overrides = (*TIGHT, f"engine.args.async_scheduling={async_scheduling}")
+    texts = [text * 2 for text in prompts(24)]
+    with launch(*overrides, "kv=static") as static:
+        expected = static.complete_all(texts, max_tokens=96)
+    with launch(*overrides, "kv=elastic", "engine.env.VLLM_SERVER_DEV_MODE=1") as elastic:
+        assert elastic.complete_all(texts, max_tokens=96) == expected
+        assert metric(elastic, "vllm:num_preemptions_total") > 0, "nothing was preempted: this test would prove nothing"
+        elastic.post("/reset_prefix_cache", {})
+        wait_until(elastic.at_baseline, 30, f"resident {elastic.resident_bytes()}")
+        assert elastic.complete_all(texts, max_tokens=96) == expected
+
+
+def test_a_reset_of_the_prefix_cache_gives_its_pages_back() -> None:
+    with launch(
+        "engine=vllm", "kv.reserve=64MiB", "kv.cache.idle_s=3600", "engine.env.VLLM_SERVER_DEV_MODE=1"
+    ) as engine:
+        expected = engine.complete_all(prompts(24))
+        wait_until(lambda: engine.mapped_bytes() == engine.resident_bytes(), 30, "ps and smaps differ")
+        assert not engine.at_baseline(), "nothing was cached: this test would prove nothing"
+        engine.post("/reset_prefix_cache", {})
+        wait_until(engine.at_baseline, 30, f"resident {engine.resident_bytes()}")
+        assert engine.complete_all(prompts(24)) == expected
+
+
+def test_kept_cache_stays_and_the_rest_goes() -> None:
+    with launch("engine=vllm", "kv.reserve=64MiB", "kv.cache.keep=1MiB", "kv.cache.idle_s=1") as engine:
+        engine.complete_all(prompts(24), max_tokens=64)
+        keep, page = 1024 * 1024, engine.page_bytes()[0]
+        wait_until(lambda: engine.resident_bytes()[0] <= keep + 2 * page, 30, f"{engine.resident_bytes()} stay mapped")
+        assert engine.resident_bytes()[0] >= keep
+
+
+def metric(engine: Engine, name: str) -> float:
+    at = urllib.parse.urlsplit(engine.url)
+    connection = http.client.HTTPConnection(str(at.hostname), at.port, timeout=30)
+    try:
+        connection.request("GET", "/metrics")
+        lines = connection.getresponse().read().decode().splitlines()
+    finally:
+        connection.close()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
