@@ -65,17 +65,19 @@ class Agent:
         codes = {"stopped": 0, "rendezvous": RendezvousError.exit_code, "engine": EngineError.exit_code}
         return codes.get(ended.kind, 1)
 
-    def engine_started(self, pid: int, epoch: int) -> None:
-        self.record.engine = identity_of(pid)
-        self.record.epoch = epoch
-        save_agent(self.paths, self.record)
-        emit(self.paths.events, "engine", detail=f"pid {pid}, epoch {epoch}")
-
     def before_start(self, epoch: int) -> None:
-        """Clear what an earlier epoch has left."""
+        """Clear what an earlier epoch has left, and announce the new one before its processes say anything."""
         if epoch > 0:
             archive_failures(self.paths.root, epoch - 1)
             remove_sockets(self.paths)
+        self.record.epoch = epoch
+        save_agent(self.paths, self.record)
+        restarts = f", restart {epoch} of {self.plan.max_restarts}" if epoch else ""
+        emit(self.paths.events, "engine", detail=f"{self.plan.engine} starts{restarts}")
+
+    def after_start(self, pid: int) -> None:
+        self.record.engine = identity_of(pid)
+        save_agent(self.paths, self.record)
 
     def kill_children(self, *, grace_s: float = 0.0) -> None:
         """SIGKILL every descendant that is still there after `grace_s` seconds."""
@@ -173,13 +175,17 @@ def _elastic_agent(agent: Agent, spec: Any, logs_specs: Any) -> Any:
 
         def _rendezvous(self, worker_group: WorkerGroup) -> None:
             super()._rendezvous(worker_group)
-            emit(agent.paths.events, "rendezvous", detail=f"node {worker_group.group_rank} of {agent.plan.nnodes}")
+            emit(
+                agent.paths.events,
+                "rendezvous",
+                detail=f"{worker_group.group_world_size} of {agent.plan.nnodes} node(s)",
+            )
 
         def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
             epoch = spec.max_restarts - self._remaining_restarts
             agent.before_start(epoch)
             pids: dict[int, Any] = super()._start_workers(worker_group)
-            agent.engine_started(pids[0], epoch)
+            agent.after_start(pids[0])
             return pids
 
         def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
