@@ -70,7 +70,7 @@ class Agent:
         if epoch > 0:
             archive_failures(self.paths.root, epoch - 1)
             remove_sockets(self.paths)
-        self.record.epoch = epoch
+        self.record.epoch, self.record.engine = epoch, None
         save_agent(self.paths, self.record)
         restarts = f", restart {epoch} of {self.plan.max_restarts}" if epoch else ""
         emit(self.paths.events, "engine", detail=f"{self.plan.engine} starts{restarts}")
@@ -95,7 +95,8 @@ class Agent:
         wait_for_end(self.launcher_pid)
         with self._ending:
             state = load_state(self.paths)
-            end_everything(self.paths.run, self.known, state.shm if state else (), roots=[os.getpid()])
+            known = self.known + (state.processes if state else [])
+            end_everything(self.paths.run, known, state.shm if state else (), roots=[os.getpid()])
             remove_sockets(self.paths)
             emit(self.paths.events, "failed", detail="the launcher was killed")
             if state and not state.state.final:

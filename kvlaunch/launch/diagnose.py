@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvlaunch import errors
 from kvlaunch.errors import EngineError, KVLaunchError, RendezvousError
+from kvlaunch.launch.deaths import Death
 from kvlaunch.launch.failure import first_failure
 from kvlaunch.launch.paths import RunPaths
 from kvlaunch.launch.state import AgentExit, FailureReport
@@ -14,15 +15,20 @@ from kvlaunch.launch.tail import last_lines
 from kvlaunch.plan.types import LaunchPlan
 
 
-def engine_failed(paths: RunPaths, what: str) -> EngineError:
+def engine_failed(paths: RunPaths, what: str, death: Death | None = None) -> EngineError:
     """The error for an engine that failed.
 
     Args:
-        what: what was noticed from outside, `ended with exit status 1`; the headline only where no process of the
-            engine has recorded a failure of its own.
+        what: what was noticed from outside, `ended with exit status 1`; the headline only where nothing is known of
+            the inside.
+        death: the rank whose process ended first, if one did before the engine. It counts where no process has
+            recorded a failure before.
     """
     first = first_failure(paths.root)
-    if first is None:
+    if death is not None and (first is None or death.t < first.t):
+        message = f"rank {death.rank} (process {death.pid}) was killed or crashed, then the engine {what}."
+        rank, log = death.rank, paths.rank_log(death.rank)
+    elif first is None:
         message, rank, log = f"The engine {what}.", None, paths.engine_log
     else:
         who = f"rank {first.rank}" if first.rank is not None else first.who
@@ -45,12 +51,15 @@ def ended_as(status: int | None) -> str:
         return f"was ended by signal {-status}"
 
 
-def agent_ended(paths: RunPaths, plan: LaunchPlan, ended: AgentExit | None, status: int) -> KVLaunchError:
+def agent_ended(
+    paths: RunPaths, plan: LaunchPlan, ended: AgentExit | None, status: int, death: Death | None = None
+) -> KVLaunchError:
     """The error for an agent that ended without having been told to.
 
     Args:
         ended: what the agent wrote down, None where it had no time to.
         status: exit status of the agent process, negative for the signal that ended it.
+        death: the rank whose process ended first.
     """
     if ended is None:
         return EngineError(
@@ -67,7 +76,7 @@ def agent_ended(paths: RunPaths, plan: LaunchPlan, ended: AgentExit | None, stat
         )
     what = ended_as(ended.status) if ended.kind == "engine" else ended.message or "ended"
     restarts = f", after {plan.max_restarts} restart(s)" if plan.max_restarts else ""
-    return engine_failed(paths, what + restarts)
+    return engine_failed(paths, what + restarts, death)
 
 
 def report_of(error: KVLaunchError) -> FailureReport:

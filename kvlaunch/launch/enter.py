@@ -31,6 +31,7 @@ def main() -> None:
             env.EPOCH: os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
         }
     )
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")  # a killed engine's last lines are in the log
     log = os.open(run_dir / "logs" / "engine.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)

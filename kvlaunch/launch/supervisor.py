@@ -12,6 +12,7 @@ import time
 
 from kvlaunch.errors import EngineError, KVLaunchError
 from kvlaunch.events import emit
+from kvlaunch.launch.deaths import ENGINE, RankWatch
 from kvlaunch.launch.diagnose import agent_ended, engine_failed, report_of
 from kvlaunch.launch.failure import first_failure
 from kvlaunch.launch.linux import become_subreaper
@@ -61,6 +62,7 @@ class Supervisor:
         self._events = EventWatch(paths, plan)
         self._logs = LogWatch(paths, plan) if verbose else None
         self._readiness = Readiness(paths, plan)
+        self._ranks = RankWatch()
         self._snapshot_at = 0.0
         self._failed_at: float | None = None
 
@@ -103,22 +105,29 @@ class Supervisor:
         """Return when the end was asked for; raise when the run has failed."""
         self._readiness.start()
         while self._signals.first is None:
-            self._signals.wait(TURN_S, self._agent_fd)
+            self._signals.wait(TURN_S, self._agent_fd, *self._ranks.fds)
+            self._ranks.look()
             self._look()
-            if self._agent.poll() is not None:
-                ended = load_agent(self.paths, 0)
-                raise agent_ended(self.paths, self.plan, ended.ended if ended else None, self._agent.returncode)
+            if (status := self._agent.poll()) is not None:
+                agent = load_agent(self.paths, 0)
+                ended = agent.ended if agent else None
+                raise agent_ended(self.paths, self.plan, ended, status, self._ranks.first)
             if self.record.state is RunState.STARTING:
                 self._look_at_start()
 
     def _look(self) -> None:
-        restarted = False
+        started = False
         for phase, text in self._events.news():
             self.reporter.phase(time.monotonic() - self._started, phase, text)
-            restarted |= phase == "engine" and self._events.epoch > 0
+            started |= phase == "engine"
             self._snapshot_at = min(self._snapshot_at, time.monotonic() + TURN_S)
-        if restarted:
-            self._await_readiness_again()
+        if started:
+            self._ranks.close()
+            if self._events.epoch > 0 and self.record.state in (RunState.STARTING, RunState.READY):
+                self._await_readiness_again()
+        self._ranks.follow(self._events.pids)
+        if not self._ranks.knows(ENGINE) and (agent := load_agent(self.paths, 0)) and agent.engine:
+            self._ranks.follow({ENGINE: agent.engine[0]})
         if self._logs:
             for source, line in self._logs.news():
                 self.reporter.log(source, line)
@@ -140,14 +149,15 @@ class Supervisor:
         if self._failed_at is None and first_failure(self.paths.root):
             self._failed_at = now
         if self._failed_at is not None and now - self._failed_at > FAILURE_GRACE_S:
-            raise engine_failed(self.paths, "failed in start-up and did not end")
+            raise engine_failed(self.paths, "failed in start-up and did not end", self._ranks.first)
         # A restarted engine has the whole time again.
         if now - max(self._started, self._events.engine_started) > self.plan.timeouts.ready_s:
             raise self._not_ready()
 
     def _not_ready(self) -> EngineError:
         limit = f"{self.plan.timeouts.ready_s:g} s"
-        return engine_failed(self.paths, f"was not ready after {limit} (timeouts.ready_s): {self._readiness.last}")
+        what = f"was not ready after {limit} (timeouts.ready_s): {self._readiness.last}"
+        return engine_failed(self.paths, what, self._ranks.first)
 
     def _ready(self) -> None:
         self._snapshot()  # first: who sees READY may rely on it
@@ -237,5 +247,6 @@ class Supervisor:
             emit(self.paths.events, "failed", detail=str(exc))
         save_state(self.paths, self.record)
         self._look()
+        self._ranks.close()
         if left:
             self.reporter.note(f"still alive, though killed: processes {[p.pid for p in left]} (kernel waits for them)")

@@ -19,6 +19,8 @@ class EventWatch:
         self._plan = plan
         self._offset = 0
         self._seen: dict[str, set[int]] = {}
+        self.pids: dict[int, int] = {}
+        """Process ids of the ranks that have said something in this epoch, by global rank."""
         self.epoch = 0
         self.engine_started = 0.0
         """When the engine was last started, by the monotonic clock; 0 where it was not yet."""
@@ -34,8 +36,10 @@ class EventWatch:
             self.epoch = agent.epoch if agent else 0
             self.engine_started = time.monotonic()
             self._seen.clear()
+            self.pids.clear()
         if event.rank is None:
             return event.detail
+        self.pids[event.rank] = event.pid
         ranks = self._seen.setdefault(event.phase, set())
         ranks.add(event.rank)
         count = f"rank {event.rank} ({len(ranks)} of {self._plan.world_size})"

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from kvlaunch.events import read_events
+from kvlaunch.launch.runs import rank_pids
+from kvlaunch.launch.state import load_agent
 from kvlaunch.plan.types import LaunchPlan
 from tests.integration.launchkit import Kit, awkward_kit
 
@@ -169,6 +171,30 @@ def test_the_rank_that_raised_first_is_reported_not_its_peers(kit: Kit) -> None:
     assert launched.state.failure is not None
     assert launched.state.failure.rank == 3
     launched.wait_gone(0.5)
+
+
+def test_a_rank_that_was_killed_is_named(kit: Kit) -> None:
+    launched = kit.launch(kit.plan())
+    launched.wait_for("ready")
+    os.kill(rank_pids(launched.paths)[2], signal.SIGKILL)
+    code, _, err = launched.end()
+    assert code == 5
+    assert "rank 2" in err
+    assert "was killed or crashed" in err
+    assert f"rank=2 log={launched.paths.rank_log(2)}" in err
+
+
+def test_an_engine_that_was_killed_is_not_blamed_on_its_ranks(kit: Kit) -> None:
+    launched = kit.launch(kit.plan("--tether"))
+    launched.wait_for("ready")
+    agent = load_agent(launched.paths, 0)
+    assert agent is not None
+    assert agent.engine is not None
+    os.kill(agent.engine[0], signal.SIGKILL)
+    code, _, err = launched.end()
+    assert code == 5
+    assert "The engine was ended by SIGKILL" in err
+    assert "rank=None" in err
 
 
 def test_an_engine_that_gives_up_is_reported_with_its_status_and_log(kit: Kit) -> None:

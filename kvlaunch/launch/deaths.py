@@ -1,0 +1,74 @@
+"""Which rank ended first: a rank that was killed or crashed leaves no record of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import time
+from collections.abc import Mapping
+
+import msgspec
+
+
+class Death(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of a rank's process, whatever its reason."""
+
+    t: float
+    """Seconds since the Unix epoch."""
+    rank: int
+    pid: int
+
+
+ENGINE = -1
+"""Stands for the engine's own process among the ranks."""
+
+
+class RankWatch:
+    """Holds a descriptor of each rank's process and of the engine's, and knows which ended first."""
+
+    def __init__(self) -> None:
+        self._first: Death | None = None
+        self._fds: dict[int, tuple[int, int]] = {}
+        self._pids: dict[int, int] = {}
+
+    @property
+    def fds(self) -> list[int]:
+        """Descriptors that become readable when a rank ends."""
+        return list(self._fds)
+
+    @property
+    def first(self) -> Death | None:
+        """The first rank that ended; None where none has, or the engine's own process went before."""
+        return self._first if self._first and self._first.rank != ENGINE else None
+
+    def knows(self, rank: int) -> bool:
+        return rank in self._pids
+
+    def follow(self, pids: Mapping[int, int]) -> None:
+        """Watch these processes too: global rank, or ENGINE, -> process id."""
+        for rank, pid in pids.items():
+            if self._pids.get(rank) == pid:
+                continue
+            self._pids[rank] = pid
+            with contextlib.suppress(OSError):  # it has ended already: too late to tell when
+                self._fds[os.pidfd_open(pid)] = rank, pid
+
+    def look(self) -> None:
+        """Note who has ended since."""
+        poll = select.poll()
+        for fd in self._fds:
+            poll.register(fd, select.POLLIN)
+        # Of those that ended together the engine counts as the first: its ranks end with it.
+        for fd in sorted((fd for fd, _ in poll.poll(0)), key=lambda fd: self._fds[fd]):
+            rank, pid = self._fds.pop(fd)
+            os.close(fd)
+            self._first = self._first or Death(t=time.time(), rank=rank, pid=pid)
+
+    def close(self) -> None:
+        """Forget everything; following may begin anew."""
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()
+        self._pids.clear()
+        self._first = None
