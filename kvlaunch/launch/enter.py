@@ -22,6 +22,8 @@ def main() -> None:
     if os.getppid() != agent:  # it ended before the signal was set
         sys.exit(1)
     node = json.loads((run_dir / "plan.json").read_bytes())["nodes"][node_rank]
+    for name in node["unset"]:
+        os.environ.pop(name, None)
     os.environ.update(node["env"])
     os.environ.update(
         {
@@ -31,7 +33,6 @@ def main() -> None:
             env.EPOCH: os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
         }
     )
-    os.environ.setdefault("PYTHONUNBUFFERED", "1")  # a killed engine's last lines are in the log
     log = os.open(run_dir / "logs" / "engine.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -49,7 +49,10 @@ def _bound(host: str, port: int, setting: str) -> socket.socket:
         sock.close()
         if exc.errno == errno.EADDRINUSE:
             raise _taken(port, setting) from exc
-        raise ConfigError(f"{setting}: cannot listen on {host}:{port}: {exc.strerror}.") from exc
+        raise ConfigError(
+            f"{setting}: cannot listen on {host}:{port}: {exc.strerror}.",
+            hint="server.host must be an address of this machine: 127.0.0.1 for itself alone, 0.0.0.0 for the network.",
+        ) from exc
     return sock
 
 

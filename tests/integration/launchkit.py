@@ -30,6 +30,7 @@ from kvlaunch.plan.types import (
     TimeoutPlan,
 )
 
+_ENV = {"FAKE": "from the plan"}
 FAKE_ENGINE = Path(__file__).resolve().parents[1] / "fake_engine.py"
 
 _LAUNCH = """
@@ -122,7 +123,7 @@ class Kit:
     def __init__(self, runtime: Path, scratch: Path) -> None:
         self.runtime = runtime
         self.scratch = scratch
-        self.environ = {**os.environ, "XDG_RUNTIME_DIR": str(runtime)}
+        self.environ = {**os.environ, "XDG_RUNTIME_DIR": str(runtime), "UNWANTED": "1"}
         self._launched: list[Launched] = []
         self._count = 0
 
@@ -162,7 +163,7 @@ class Kit:
                 )
                 for stage in range(pp)
             ),
-            "nodes": (NodePlan(node_rank=0, ranks=tuple(range(world)), argv=argv, env={"FAKE": "from the plan"}),),
+            "nodes": (NodePlan(node_rank=0, ranks=tuple(range(world)), argv=argv, env=_ENV, unset=("UNWANTED",)),),
             "kv": _kv(mode),
             "server": ServerPlan(host="127.0.0.1", port=port),
             "rdzv": RendezvousPlan(**rdzv),

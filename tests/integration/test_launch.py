@@ -41,6 +41,7 @@ def test_a_run_is_ready_and_ends_on_request(kit: Kit) -> None:
     assert exported["KVLAUNCH_EPOCH"] == "0"
     assert exported["KVLAUNCH_LAUNCHER_PID"] == str(launched.process.pid)
     assert exported["FAKE"] == "from the plan"
+    assert "UNWANTED" not in exported
     assert (exported["RANK"], exported["WORLD_SIZE"], exported["LOCAL_RANK"]) == ("0", "1", "0")
     assert exported["MASTER_ADDR"] == "localhost"
     assert 0 < int(exported["MASTER_PORT"]) < 65536

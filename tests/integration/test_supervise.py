@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,16 +111,20 @@ def test_what_is_left_is_reaped_by_the_next_command_and_live_runs_are_respected(
     dead = kit.launch(kit.plan("--shm", f"{mark}dead", *HARD_TO_FIND, tp=2, pp=1))
     live.wait_for("ready")
     dead.wait_for("ready")
-    (dead.paths.root / "old").symlink_to("kv-s0")
+    for launched in (live, dead):
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.bind(os.fspath(launched.paths.listener_socket(0)))
     kill_both(dead)
     wait_until(lambda: sum(alive(pid) for pid in dead.pids()) == 2, 5, "only the two ranks are left")
     assert len(segments(mark + "dead")) == 2
     assert kit.verb("ps.run(json_output=True)")[0] == 0
     dead.wait_gone(0.1)
     assert segments(mark + "dead") == []
+    assert not dead.paths.listener_socket(0).exists()
     assert dead.state is not None
     assert dead.state.state.value == "failed"
 
+    assert live.paths.listener_socket(0).exists()
     assert all(alive(pid) for pid in live.pids())
     assert len(segments(mark + "live")) == 1
     live.process.send_signal(signal.SIGTERM)
