@@ -7,7 +7,7 @@ import json
 import re
 
 RUNNING = re.compile(
-    rb"^(?:vllm:num_requests_(?:running|waiting)|sglang:num_(?:running|queue)_reqs)\{?[^}\n]*\}? (\S+)$", re.M
+    rb"^(?:vllm:num_requests_(?:running|waiting)|sglang:num_(?:running|queue)_reqs)(?:\{.*\})? (\S+)$", re.M
 )
 """Lines of /metrics that count the requests in work (Prometheus text format)."""
 
