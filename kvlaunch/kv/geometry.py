@@ -30,7 +30,7 @@ def merged_runs(pages: Sequence[PageRun]) -> list[PageRun]:
         ValueError: a run is empty, starts below 0, or a page is in it twice.
     """
     merged: list[PageRun] = []
-    for first, count in sorted(pages):
+    for first, count in pages if len(pages) == 1 else sorted(pages):
         if count <= 0 or first < 0:
             raise ValueError(f"({first}, {count}) is not a run of pages: (first page, number of pages)")
         if merged:
@@ -141,8 +141,11 @@ class BlockGeometry:
         Raises:
             ValueError: no such page, or a page is given twice.
         """
-        runs = merged_runs(pages)
-        if runs and runs[-1][0] + runs[-1][1] > self.num_pages:
+        return self.merged_ranges(merged_runs(pages))
+
+    def merged_ranges(self, runs: Sequence[PageRun]) -> list[tuple[int, int]]:
+        """The same for runs that come from `merged_runs`."""
+        if runs and runs[-1][0] + runs[-1][1] > self.num_blocks // self.blocks_per_page:
             raise ValueError(f"page {runs[-1][0] + runs[-1][1] - 1} is not one of {self.num_pages}")
         out: list[tuple[int, int]] = []
         last_end = -1

@@ -171,7 +171,7 @@ class RankMemory:
             if self._fault is not None:
                 self._fault(request)
             runs = merged_runs(request.pages)
-            ranges = self.geometry.ranges(runs)
+            ranges = self.geometry.merged_ranges(runs)
             for first, count in runs:
                 if first <= NULL_PAGE < first + count:
                     return f"page {NULL_PAGE} holds the null block and stays mapped"

@@ -115,12 +115,16 @@ class Cluster:
         ]
         self.addresses = [rank.read()["address"] for rank in self.ranks]
 
-    def channel(self, *, endpoints: dict[int, str] | None = None, **kwargs: Any) -> ZmqChannel:
+    def channel(self, *, endpoints: dict[int, str] | None = None, by_zmq: bool = False, **kwargs: Any) -> ZmqChannel:
+        """A channel by the stages' own sockets, or by ZeroMQ, or by other endpoints for some stages."""
         self._channels += 1
         sender = f"manager{self._channels}"
         options: dict[str, Any] = {"run": RUN, "epoch": EPOCH, "sender": sender, "timeout_s": 4.0, **kwargs}
         channel = ZmqChannel(
             {pp: self.endpoint(pp) for pp in range(self.pp_size)} | (endpoints or {}),
+            sockets={
+                pp: self.folder / f"p{pp}" for pp in range(self.pp_size) if not by_zmq and pp not in (endpoints or {})
+            },
             leaders={pp: pp * self.tp_size for pp in range(self.pp_size)},
             **options,
         )

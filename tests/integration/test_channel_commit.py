@@ -49,8 +49,9 @@ def committed(ranks: Cluster) -> list[int]:
     ]
 
 
-def test_memory_follows_on_every_rank(four: Cluster) -> None:
-    channel = four.channel()
+@pytest.mark.parametrize("by_zmq", [False, True], ids=["local", "zmq"])
+def test_memory_follows_on_every_rank(four: Cluster, by_zmq: bool) -> None:
+    channel = four.channel(by_zmq=by_zmq)
     assert committed(four) == [PAGE_BYTES] * 4
     channel.map([(3, 2), (9, 1)])
     assert committed(four) == [4 * PAGE_BYTES] * 4
@@ -162,12 +163,14 @@ def test_a_stage_whose_messages_are_lost_is_put_right_before_the_next_operation(
         wire.close()
 
 
-@pytest.mark.parametrize("stopped", [2, 3], ids=["leader", "peer"])
+@pytest.mark.parametrize(
+    ("stopped", "by_zmq"), [(2, False), (2, True), (3, False)], ids=["leader", "leader-zmq", "peer"]
+)
 @pytest.mark.parametrize("verb", ["map", "unmap"])
 def test_a_process_that_hangs_is_an_error_in_time_and_put_right_when_it_wakes(
-    four: Cluster, stopped: int, verb: str
+    four: Cluster, stopped: int, by_zmq: bool, verb: str
 ) -> None:
-    channel = four.channel(timeout_s=3.0)
+    channel = four.channel(timeout_s=3.0, by_zmq=by_zmq)
     channel.map([(5, 1)])
     before = four.pages()
     pages = [(9, 1)] if verb == "map" else [(5, 1)]
@@ -210,9 +213,29 @@ def test_a_rank_that_died_is_named_at_once(folder: Path) -> None:
         assert ranks.close() == [0, 0, 0, -signal.SIGKILL]
 
 
+@pytest.mark.parametrize("by_zmq", [False, True], ids=["local", "zmq"])
+def test_a_leader_that_died_is_an_error_in_time(folder: Path, by_zmq: bool) -> None:
+    ranks = Cluster(folder)
+    try:
+        channel = ranks.channel(timeout_s=0.6, by_zmq=by_zmq)
+        channel.map([(5, 1)])
+        ranks.ranks[2].signal(signal.SIGKILL)
+        ranks.ranks[2].end()
+        for _ in range(2):
+            with pytest.raises(KVCommitError, match=r"rank 2: the listener of stage 1 did not answer") as caught:
+                channel.map([(7, 1)])
+            assert by_zmq or "onnection" in str(caught.value)
+            assert not caught.value.settled
+        assert [ranks.ranks[r].pages() for r in (0, 1)] == [[[0, 1], [5, 1]]] * 2
+    finally:
+        assert ranks.close() == [0, 0, -signal.SIGKILL, 0]
+        for left in folder.iterdir():
+            left.unlink()
+
+
 @pytest.mark.parametrize(("option", "says"), [({"run": "other"}, "run other"), ({"epoch": 1}, "epoch 1")])
 def test_another_run_or_epoch_is_refused(four: Cluster, option: dict[str, str | int], says: str) -> None:
-    stranger = four.channel(**option)
+    stranger = four.channel(**option, by_zmq="run" in option)
     for call in (lambda: stranger.map([(5, 1)]), stranger.state, stranger.ping):
         with pytest.raises(KVCommitError, match=f"refused.*{says}") as caught:
             call()
@@ -254,7 +277,7 @@ def test_a_closed_channel_says_so(four: Cluster) -> None:
 
 
 def test_two_requesters_do_not_disturb_each_other(four: Cluster) -> None:
-    first, second = four.channel(sender="one"), four.channel(sender="two")
+    first, second = four.channel(), four.channel(by_zmq=True)
     for i in range(1, 20):
         first.map([(i, 1)])
         second.map([(100 + i, 1)])

@@ -27,6 +27,7 @@ from kvlaunch.kv.ipc.messages import (
     Done,
     Failed,
     Hello,
+    HelloRequester,
     Map,
     Ping,
     Pong,
@@ -107,7 +108,15 @@ class Stage:
         self.listener.close()
 
     def channel(self) -> ZmqChannel:
-        return ZmqChannel({0: self.endpoint}, leaders={0: 0}, run="r", epoch=0, sender="m", timeout_s=2.0)
+        return ZmqChannel(
+            {0: self.endpoint},
+            leaders={0: 0},
+            run="r",
+            epoch=0,
+            sender="m",
+            timeout_s=2.0,
+            sockets={0: self.peer_path},
+        )
 
 
 class Raw:
@@ -218,6 +227,24 @@ def test_garbage_is_answered_and_served_through(stage: Stage, raw: Raw, payload:
     assert isinstance(raw.ask(Ping(**HEAD, seq=1)), Pong)
     a, b = (rank.mapped_runs() for rank in stage.ranks)
     assert a == b, "whatever it was taken for, both ranks did the same"
+
+
+def test_a_requester_of_this_host_is_served_through_garbage_too(stage: Stage) -> None:
+    link = connect(stage.peer_path, wire.encode(HelloRequester(sender="m")))
+    assert wire.decode_welcome(link.receive()[1]).error is None
+    for payload in (b"", b"\xc1", MAP[:-1], b"x" * 200_000):
+        link.send(3, payload)
+        number, reply = link.receive()
+        assert number == 3
+        assert isinstance(wire.decode_reply(reply), Refused)
+    link.send(4, MAP)
+    assert wire.decode_reply(link.receive()[1]) == Done(seq=1)
+    link._sock.send(b"short")  # no header: not even a link
+    with pytest.raises(LinkClosedError):
+        link.receive()
+    link.close()
+    with closing(stage.channel()) as channel:
+        channel.ping()
 
 
 def test_frames_that_are_no_message_are_dropped(raw: Raw) -> None:
@@ -395,6 +422,19 @@ def test_a_live_peer_socket_is_not_pushed_away(folder: Path) -> None:
         Stage(folder).listener.start()
     other.close()
     (folder / "p0").unlink()
+
+
+def test_a_channel_finds_a_listener_that_comes_late_or_again(folder: Path) -> None:
+    first, second = Stage(folder, tp_size=1), Stage(folder, tp_size=1)
+    with closing(first.channel()) as channel:
+        starter = threading.Timer(0.1, first.listener.start)
+        starter.start()
+        channel.map([(3, 1)])
+        starter.join()
+        first.listener.close()
+        with second:
+            channel.map([(4, 1)])
+    assert second.ranks[0].mapped_runs() == [(0, 1), (4, 1)]
 
 
 def test_a_file_that_is_no_socket_is_left_alone(folder: Path) -> None:

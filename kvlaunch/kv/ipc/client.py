@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from pathlib import Path
 
 import zmq
 
 from kvlaunch.errors import KVCommitError
 from kvlaunch.kv.geometry import merged_runs
 from kvlaunch.kv.ipc import wire
+from kvlaunch.kv.ipc.leaders import Leader, LocalLeader, RemoteLeader
 from kvlaunch.kv.ipc.messages import (
     Done,
     Failed,
@@ -29,45 +30,6 @@ from kvlaunch.kv.ipc.messages import (
 )
 from kvlaunch.kv.ipc.stage import COMMIT_SHARE
 
-_WAIT_SLICE_MS = 20
-"""How often a wait looks at its deadline."""
-_RECONNECT_MS = 20
-
-
-class _Leader:
-    """The connection to one stage's listener."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], pp_rank: int, global_rank: int, endpoint: str) -> None:
-        self.pp_rank = pp_rank
-        self.global_rank = global_rank
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.linger = 0
-        self._socket.rcvtimeo = _WAIT_SLICE_MS
-        self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-        self._socket.connect(endpoint)
-
-    def send(self, payload: bytes) -> None:
-        # Again: its queue is full. It has not read for long, and counts as silent.
-        with suppress(zmq.Again):
-            self._socket.send(payload, zmq.NOBLOCK)
-
-    def receive(self, seq: int, *, wait: bool) -> Reply | None:
-        """The reply to `seq`, or None where it has not come yet (with wait: in a slice of time). Others are dropped."""
-        flags = 0 if wait else zmq.NOBLOCK
-        try:
-            while True:
-                try:
-                    reply = wire.decode_reply(self._socket.recv(flags))
-                except wire.DecodeError:
-                    continue
-                if reply.seq == seq:
-                    return reply
-        except zmq.Again:
-            return None
-
-    def close(self) -> None:
-        self._socket.close()
-
 
 class ZmqChannel:
     """Applies operations on every rank of every stage or on none. Implements `kvlaunch.kv.channel.Channel`.
@@ -83,6 +45,8 @@ class ZmqChannel:
         sender: name of this requester, unique a process and epoch (sequence numbers count for each sender).
         timeout_s: seconds that one call may take, repeats and taking back included.
         retries: how often a request without a reply is repeated.
+        sockets: pp_rank -> the socket on which the stage takes its peers in, for stages whose leader is on this host:
+            requests go there, past ZeroMQ, at less than half the cost.
     """
 
     def __init__(
@@ -95,6 +59,7 @@ class ZmqChannel:
         sender: str,
         timeout_s: float = 5.0,
         retries: int = 1,
+        sockets: Mapping[int, Path] | None = None,
     ) -> None:
         if set(endpoints) != set(leaders) or not endpoints:
             raise ValueError(f"endpoints of stages {sorted(endpoints)}, leaders of stages {sorted(leaders)}")
@@ -106,8 +71,13 @@ class ZmqChannel:
         self._seq = 0
         self._lock = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._stages = [_Leader(self._context, pp, leaders[pp], endpoints[pp]) for pp in sorted(endpoints)]
-        self._unsettled: list[_Leader] = []
+        self._stages: list[Leader] = [
+            LocalLeader(pp, leaders[pp], sockets[pp], sender)
+            if sockets and pp in sockets
+            else RemoteLeader(self._context, pp, leaders[pp], endpoints[pp])
+            for pp in sorted(endpoints)
+        ]
+        self._unsettled: list[Leader] = []
         self._unsettled_seq = 0
 
     def map(self, pages: Sequence[PageRun]) -> None:
@@ -173,7 +143,7 @@ class ZmqChannel:
             self._take_back(seq, replies, started + self._timeout_s)
             raise self._error(what, failures, replies.values())
 
-    def _take_back(self, of: int, replies: Mapping[_Leader, Reply], deadline: float) -> None:
+    def _take_back(self, of: int, replies: Mapping[Leader, Reply], deadline: float) -> None:
         applied = [stage for stage, reply in replies.items() if isinstance(reply, Done)]
         silent = [stage for stage in self._stages if stage not in replies]
         seq = self._next_seq()
@@ -199,15 +169,15 @@ class ZmqChannel:
         self._seq += 1
         return self._seq
 
-    def _ask(self, stages: Iterable[_Leader], payload: bytes, seq: int, deadline: float) -> dict[_Leader, Reply]:
+    def _ask(self, stages: Iterable[Leader], payload: bytes, seq: int, deadline: float) -> dict[Leader, Reply]:
         """Send to all stages, repeat where nothing comes, and collect the replies until the deadline."""
         waiting = list(stages)
         for stage in waiting:
             stage.send(payload)
-        replies: dict[_Leader, Reply] = {}
+        replies: dict[Leader, Reply] = {}
         interval = repeat_at = 0.0
         while True:
-            still: list[_Leader] = []
+            still: list[Leader] = []
             for stage in waiting:
                 # Only the first that is missing is waited for; the answers of the others queue up meanwhile.
                 reply = stage.receive(seq, wait=not still)
@@ -231,11 +201,11 @@ class ZmqChannel:
 
     def _failures(
         self,
-        replies: Mapping[_Leader, Reply],
+        replies: Mapping[Leader, Reply],
         waited_s: float,
         *,
         good: type[Reply],
-        among: Iterable[_Leader] | None = None,
+        among: Iterable[Leader] | None = None,
     ) -> dict[int, str]:
         """Global rank -> why it failed, for every stage whose reply is not a good one."""
         failures: dict[int, str] = {}
@@ -243,7 +213,7 @@ class ZmqChannel:
             match replies.get(stage):
                 case None:
                     failures[stage.global_rank] = (
-                        f"the listener of stage {stage.pp_rank} did not answer within {waited_s:.2f} s"
+                        f"the listener of stage {stage.pp_rank} did not answer within {waited_s:.2f} s{stage.trouble}"
                     )
                 case Failed(results=results):
                     failures |= {result.global_rank: result.error or "failed" for result in results}

@@ -9,6 +9,10 @@ import struct
 import time
 from pathlib import Path
 
+import msgspec
+
+from kvlaunch.kv.ipc import wire
+
 _HEADER = struct.Struct("<QB")
 """(number of the exchange, whether more of this message follows)."""
 _FRAGMENT = 60_000
@@ -22,6 +26,10 @@ class LinkClosedError(OSError):
     """The other side is gone."""
 
 
+class LinkRefusedError(OSError):
+    """The leader does not take this one in; the message is its reason."""
+
+
 class Link:
     """One end of a connection between a stage's leader and a peer. Each message belongs to a numbered exchange."""
 
@@ -30,9 +38,9 @@ class Link:
         self._buffer = bytearray(_HEADER.size + _FRAGMENT)
         self._view = memoryview(self._buffer)
 
-    def limit_waits(self, send_timeout_s: float) -> None:
-        """Make `receive` take deadlines, and sends give up after send_timeout_s (seconds)."""
-        for option, seconds in ((socket.SO_RCVTIMEO, _WAIT_SLICE_S), (socket.SO_SNDTIMEO, send_timeout_s)):
+    def limit_waits(self, send_timeout_s: float, wait_slice_s: float = _WAIT_SLICE_S) -> None:
+        """Make `receive` look at its deadline every wait_slice_s, and sends give up after send_timeout_s (seconds)."""
+        for option, seconds in ((socket.SO_RCVTIMEO, wait_slice_s), (socket.SO_SNDTIMEO, send_timeout_s)):
             whole = int(seconds)
             value = struct.pack("@ll", whole, max(1, int((seconds - whole) * 1e6)))
             self._sock.setsockopt(socket.SOL_SOCKET, option, value)
@@ -101,6 +109,36 @@ class Link:
             if error.errno not in (errno.ENOTCONN, errno.EBADF):
                 raise
         self._sock.close()
+
+
+def connect(path: Path, hello: msgspec.Struct, timeout_s: float) -> Link:
+    """Connect to a stage's leader and be taken in.
+
+    Args:
+        hello: Hello or HelloRequester.
+        timeout_s: seconds to wait for its answer.
+
+    Raises:
+        LinkRefusedError: it does not want us.
+        OSError: nobody listens there, or there is no answer.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.settimeout(timeout_s)
+        sock.connect(os.fspath(path))
+        link = Link(sock)
+        link.send(0, wire.encode(hello))
+        refusal = wire.decode_welcome(link.receive()[1]).error
+        if refusal is not None:
+            raise LinkRefusedError(refusal)
+        sock.settimeout(None)
+    except wire.DecodeError as error:
+        sock.close()
+        raise LinkRefusedError(f"no welcome came, but: {error}") from error
+    except OSError:
+        sock.close()
+        raise
+    return link
 
 
 def peer_uid(sock: socket.socket) -> int:

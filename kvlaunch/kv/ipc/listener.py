@@ -15,12 +15,12 @@ from kvlaunch.kv.ipc import wire
 from kvlaunch.kv.ipc.links import Link, LinkClosedError, claim_path, listen_seqpacket, peer_uid
 from kvlaunch.kv.ipc.messages import (
     Done,
+    HelloRequester,
     Map,
     Ping,
     Pong,
     Refused,
     Reply,
-    Request,
     SetLimit,
     State,
     Undo,
@@ -38,7 +38,8 @@ _IPC = "ipc://"
 
 
 class StageListener:
-    """Two threads: one serves requests (ZeroMQ ROUTER), the other takes in the stage's peers (SOCK_SEQPACKET).
+    """Threads: one serves requests that come by ZeroMQ (ROUTER), one takes in those who connect to the stage's own
+    socket (SOCK_SEQPACKET), and one serves each requester that came that way.
 
     Requests are served one after the other. The last operation of each sender is remembered with its reply, so one
     that is repeated because the reply was lost is answered and not applied again. Bytes that are no request are
@@ -47,7 +48,7 @@ class StageListener:
     Args:
         rank: this process's memory (tp_rank 0 of the stage). Not closed here.
         endpoint: `ipc://<path>`.
-        peer_path: socket on which the peers join.
+        peer_path: socket on which the peers join, and on which requesters of this host may come.
         peers: global ranks of the stage's other members.
         peer_timeout_s: seconds that an operation may take inside the stage, taking back included. Make it at most half
             of the requesters' deadline, so that they learn which rank it was.
@@ -75,6 +76,8 @@ class StageListener:
         self._peers = tuple(peers)
         self._on_limit = on_limit
         self._stage = Stage(rank, peers=peers, timeout_s=peer_timeout_s)
+        self._requesters: list[tuple[Link, threading.Thread]] = []
+        self._serving = threading.Lock()
         self._replies: dict[str, tuple[int, bytes]] = {}
         self._closing = threading.Event()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -88,18 +91,17 @@ class StageListener:
             OSError: somebody listens there already, or the path cannot be used.
         """
         claim_path(self._socket_path, socket.SOCK_STREAM)
-        if self._peers:
-            self._server = listen_seqpacket(self._peer_path, len(self._peers) + 4)
+        self._server = listen_seqpacket(self._peer_path, len(self._peers) + 8)
         try:
             self._context, router = self._bind()
         except zmq.ZMQError as error:
             self._close_server()
             raise OSError(error.errno, f"cannot bind {self._endpoint}: {error.strerror}") from error
         name = f"kvlaunch-stage{self._rank.pp_rank}"
-        self._threads = [threading.Thread(target=self._serve, args=(router,), name=name, daemon=True)]
-        if self._server is not None:
-            accept = threading.Thread(target=self._admit_all, args=(self._server,), name=f"{name}-join", daemon=True)
-            self._threads.append(accept)
+        self._threads = [
+            threading.Thread(target=self._serve, args=(router,), name=name, daemon=True),
+            threading.Thread(target=self._admit_all, args=(self._server,), name=f"{name}-join", daemon=True),
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -123,6 +125,10 @@ class StageListener:
         for thread in self._threads:
             thread.join()
         self._stage.close()  # a peer may have joined meanwhile
+        for link, thread in self._requesters:
+            link.close()
+            thread.join()
+        self._requesters = []
 
     def _bind(self) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
         context = zmq.Context()
@@ -157,6 +163,17 @@ class StageListener:
         finally:
             router.close()
 
+    def _serve_requester(self, link: Link) -> None:
+        try:
+            while True:
+                number, raw = link.receive()
+                link.send(number, self._answer(bytes(raw)))
+        except OSError as error:
+            if not isinstance(error, LinkClosedError) and not self._closing.is_set():
+                log.warning("the connection to a requester of stage %d broke: %s", self._rank.pp_rank, error)
+        finally:
+            link.close()
+
     def _answer(self, raw: bytes) -> bytes:
         try:
             request = wire.decode_request(raw)
@@ -169,9 +186,12 @@ class StageListener:
                 f" {request.run} epoch {request.epoch}"
             )
             return wire.encode(Refused(seq=request.seq, reason=reason))
-        if isinstance(request, Map | Unmap | Undo):
+        if isinstance(request, Ping):
+            return wire.encode(Pong(seq=request.seq, global_rank=rank.global_rank, pid=os.getpid()))
+        with self._serving:
+            if isinstance(request, State | SetLimit):
+                return wire.encode(self._inform(request, raw))
             return self._operate(request, raw)
-        return wire.encode(self._inform(request, raw))
 
     def _operate(self, request: Map | Unmap | Undo, raw: bytes) -> bytes:
         last = self._replies.get(request.sender)
@@ -186,16 +206,13 @@ class StageListener:
         self._replies[request.sender] = (request.seq, reply)
         return reply
 
-    def _inform(self, request: Request, raw: bytes) -> Reply:
-        match request:
-            case State():
-                return self._stage.state(request, raw)
-            case Ping():
-                return Pong(seq=request.seq, global_rank=self._rank.global_rank, pid=os.getpid())
-            case SetLimit() if self._on_limit is not None:
-                self._on_limit(request.pages)
-                return Done(seq=request.seq)
-        return Refused(seq=request.seq, reason=f"{type(request).__name__} is not served here")
+    def _inform(self, request: State | SetLimit, raw: bytes) -> Reply:
+        if isinstance(request, State):
+            return self._stage.state(request, raw)
+        if self._on_limit is None:
+            return Refused(seq=request.seq, reason="no manager lives here whose limit could be set")
+        self._on_limit(request.pages)
+        return Done(seq=request.seq)
 
     def _admit_all(self, server: socket.socket) -> None:
         while not self._closing.is_set():
@@ -210,6 +227,13 @@ class StageListener:
             if error_text is not None:
                 log.warning("a process that wanted to join stage %d was refused: %s", self._rank.pp_rank, error_text)
 
+    def _take_requester(self, link: Link) -> None:
+        self._requesters = [(other, thread) for other, thread in self._requesters if thread.is_alive()]
+        name = f"kvlaunch-stage{self._rank.pp_rank}-request"
+        thread = threading.Thread(target=self._serve_requester, args=(link,), name=name, daemon=True)
+        self._requesters.append((link, thread))
+        thread.start()
+
     def _admit(self, sock: socket.socket) -> str | None:
         """Take one peer in, or close its connection; the reason why it was refused."""
         link = Link(sock)
@@ -221,6 +245,10 @@ class StageListener:
             exchange, raw = link.receive()
             hello = wire.decode_hello(raw)
             sock.settimeout(None)
+            if isinstance(hello, HelloRequester):
+                link.send(exchange, wire.encode(Welcome()))
+                self._take_requester(link)
+                return None
             if hello.run != self._rank.run or hello.epoch != self._rank.epoch:
                 error: str | None = f"rank {hello.global_rank} belongs to run {hello.run} epoch {hello.epoch}"
             else:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import threading
 import time
 from pathlib import Path
@@ -12,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from kvlaunch.kv.ipc import wire
-from kvlaunch.kv.ipc.links import Link, LinkClosedError
+from kvlaunch.kv.ipc.links import Link, LinkClosedError, connect
 from kvlaunch.kv.ipc.messages import Hello, Map, RankResult, State, Undo, Unmap
 from kvlaunch.kv.rank import RankMemory
 
@@ -20,6 +18,8 @@ log = logging.getLogger(__name__)
 
 _decode = msgspec.msgpack.Decoder(Map | Unmap | Undo | State).decode
 _RETRY_S = 0.02
+_ATTEMPT_S = 1.0
+"""Seconds that one attempt to join may take: `close` does not interrupt it."""
 
 
 class StagePeer:
@@ -80,20 +80,12 @@ class StagePeer:
     def _connect(self) -> Link | None:
         deadline = time.monotonic() + self._connect_timeout_s
         rank = self._rank
-        hello = wire.encode(Hello(run=rank.run, epoch=rank.epoch, global_rank=rank.global_rank))
-        while not self._closing.is_set() and time.monotonic() < deadline:
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        hello = Hello(run=rank.run, epoch=rank.epoch, global_rank=rank.global_rank)
+        while not self._closing.is_set() and (left := deadline - time.monotonic()) > 0:
             try:
-                sock.connect(os.fspath(self._path))
-                link = Link(sock)
-                link.send(0, hello)
-                refusal = wire.decode_welcome(link.receive()[1]).error
-                if refusal is None:
-                    return link
-            except (OSError, wire.DecodeError) as error:
-                refusal = str(error)
-            sock.close()
-            self._last_refusal = refusal
+                return connect(self._path, hello, timeout_s=min(left, _ATTEMPT_S))
+            except OSError as error:
+                self._last_refusal = str(error)
             self._closing.wait(_RETRY_S)
         return None
 

@@ -160,20 +160,23 @@ class Region(ABC):
         if not self._open:
             raise ValueError("the region is closed")
         spans: list[tuple[int, int]] = []
+        granularity, limit, last = self.granularity, self.nbytes, -1
         for offset, nbytes in sorted(ranges):
-            if nbytes <= 0 or offset % self.granularity or nbytes % self.granularity:
+            if nbytes <= 0 or offset % granularity or nbytes % granularity:
                 raise ValueError(
-                    f"offset {offset} and length {nbytes} must be multiples of the granularity, {self.granularity}"
-                    " bytes, and the length positive"
+                    f"offset {offset} and length {nbytes} must be multiples of the granularity, {granularity} bytes,"
+                    " and the length positive"
                 )
-            if offset < 0 or offset + nbytes > self.nbytes:
-                raise ValueError(f"bytes {offset}..{offset + nbytes} lie outside the region of {self.nbytes} bytes")
-            if spans and spans[-1][1] > offset:
+            end = offset + nbytes
+            if offset < 0 or end > limit:
+                raise ValueError(f"bytes {offset}..{end} lie outside the region of {limit} bytes")
+            if last > offset:
                 raise ValueError(f"byte {offset} is in the request twice")
-            if spans and spans[-1][1] == offset:
-                spans[-1] = (spans[-1][0], offset + nbytes)
+            if last == offset:
+                spans[-1] = (spans[-1][0], end)
             else:
-                spans.append((offset, offset + nbytes))
+                spans.append((offset, end))
+            last = end
         return spans
 
     @abstractmethod
