@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 from kvlaunch.errors import KVCommitError
 from kvlaunch.launch.kvstate import rank_states
@@ -32,11 +31,12 @@ class Readiness(threading.Thread):
         self._cancelled.set()
 
     def run(self) -> None:
-        deadline = time.monotonic() + self._plan.timeouts.ready_s
+        # Short enough for the launcher to learn of the silence before it gives up.
+        timeout_s = min(COMPLETION_TIMEOUT_S, self._plan.timeouts.ready_s / 2)
         pause = 0.05
         while not self._cancelled.wait(pause):
             try:
-                self._ask(max(0.1, min(COMPLETION_TIMEOUT_S, deadline - time.monotonic())))
+                self._ask(timeout_s)
             except NotAnswering as exc:
                 self.last = str(exc)
                 pause = 0.1 if isinstance(exc.__cause__, ConnectionRefusedError) else 0.5

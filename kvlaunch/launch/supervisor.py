@@ -33,6 +33,8 @@ from kvlaunch.plan.types import LaunchPlan
 TURN_S = 0.1
 FAILURE_GRACE_S = 15.0
 """After a rank has recorded a failure in start-up, the engine has so long to end by itself."""
+AGENT_START_S = 60.0
+"""What the agent may take to start the engine, beyond the time-out of the rendezvous."""
 SNAPSHOT_S = 1.0
 SNAPSHOT_READY_S = 10.0
 AGENT_MARGIN_S = 2.0
@@ -150,13 +152,17 @@ class Supervisor:
             self._failed_at = now
         if self._failed_at is not None and now - self._failed_at > FAILURE_GRACE_S:
             raise engine_failed(self.paths, "failed in start-up and did not end", self._ranks.first)
-        # A restarted engine has the whole time again.
-        if now - max(self._started, self._events.engine_started) > self.plan.timeouts.ready_s:
-            raise self._not_ready()
+        if self._events.engine_started:  # a restarted engine has the whole time again
+            since, limit_s = self._events.engine_started, self.plan.timeouts.ready_s
+        else:
+            since, limit_s = self._started, self.plan.rdzv.timeout_s + AGENT_START_S
+        if now - since > limit_s:
+            raise self._not_ready(limit_s)
 
-    def _not_ready(self) -> EngineError:
-        limit = f"{self.plan.timeouts.ready_s:g} s"
-        what = f"was not ready after {limit} (timeouts.ready_s): {self._readiness.last}"
+    def _not_ready(self, limit_s: float) -> EngineError:
+        if not self._events.engine_started:
+            return engine_failed(self.paths, f"was not started by its agent within {limit_s:g} s")
+        what = f"was not ready after {limit_s:g} s (timeouts.ready_s): {self._readiness.last}"
         return engine_failed(self.paths, what, self._ranks.first)
 
     def _ready(self) -> None:

@@ -96,7 +96,7 @@ class Launched:
         except FileNotFoundError:
             return set()
 
-    def wait_for(self, state: str, within_s: float = 20) -> None:
+    def wait_for(self, state: str, within_s: float = 40) -> None:
         def reached() -> bool:
             record = self.state
             if self.process.poll() is not None and (record is None or record.state.value != state):
@@ -105,13 +105,13 @@ class Launched:
 
         wait_until(reached, within_s, f"state {state}")
 
-    def wait_for_ranks(self, count: int, within_s: float = 20) -> None:
+    def wait_for_ranks(self, count: int, within_s: float = 40) -> None:
         wait_until(lambda: len(self.pids()) >= count, within_s, f"{count} processes")
 
     def wait_gone(self, within_s: float) -> None:
         wait_until(lambda: not any(alive(pid) for pid in self.pids()), within_s, f"alive still: {sorted(self.pids())}")
 
-    def end(self, within_s: float = 20) -> tuple[int, str, str]:
+    def end(self, within_s: float = 40) -> tuple[int, str, str]:
         """Wait for the launcher's end: exit code, stdout, stderr."""
         out, err = self.process.communicate(timeout=within_s)
         return self.process.returncode, out, err

@@ -88,7 +88,7 @@ def test_ready_means_that_every_rank_confirmed_its_kv_state(kit: Kit) -> None:
 
 
 def test_a_rank_without_kv_state_is_never_ready(kit: Kit) -> None:
-    launched = kit.launch(kit.plan("--kv", "--no-kv-rank", "3", mode="elastic", ready_s=4.0))
+    launched = kit.launch(kit.plan("--kv", "--no-kv-rank", "3", mode="elastic", ready_s=5.0))
     code, _, err = launched.end()
     assert code == 5
     assert "3" in err.split("timeouts.ready_s")[1]
@@ -154,10 +154,10 @@ def test_models_that_answer_are_not_ready_and_the_first_failed_rank_is_named(kit
 
 
 def test_an_engine_that_never_generates_times_out(kit: Kit) -> None:
-    launched = kit.launch(kit.plan("--dead-generation", tp=1, pp=1, ready_s=2.5))
+    launched = kit.launch(kit.plan("--dead-generation", tp=1, pp=1, ready_s=3.0))
     code, _, err = launched.end()
     assert code == 5
-    assert "not ready after 2.5 s" in err
+    assert "not ready after 3 s" in err
     assert "/v1/completions did not answer" in err
     assert "fake engine starts" in err
 

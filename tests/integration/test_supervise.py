@@ -137,6 +137,7 @@ def segments(prefix: str) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_ten_cycles_leave_nothing(kit: Kit) -> None:
     mark = f"t{secrets.token_hex(4)}-"
     plan = kit.plan("--shm", mark, *HARD_TO_FIND, tp=2, pp=1)
