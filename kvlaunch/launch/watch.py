@@ -42,8 +42,8 @@ class EventWatch:
         self.pids[event.rank] = event.pid
         ranks = self._seen.setdefault(event.phase, set())
         ranks.add(event.rank)
-        count = f"rank {event.rank} ({len(ranks)} of {self._plan.world_size})"
-        return f"{count}: {event.detail}" if event.detail else count
+        # A rank's detail is for programs.
+        return f"rank {event.rank} ({len(ranks)} of {self._plan.world_size})"
 
 
 class LogWatch:
