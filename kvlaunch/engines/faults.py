@@ -6,6 +6,7 @@ Several faults are separated by `;`, the fields of one by `,`:
     map-fails,rank=3,after=2,times=1   rank 3 refuses `times` maps after `after` good ones
     stall,rank=2,after=2,seconds=20    rank 2 does not answer for so long, once
     raise,rank=1,at=weights        rank 1 raises when it has loaded its weights
+    eager-unmap                    no fault: empty pages go back as soon as the steps in flight allow it
 """
 
 from __future__ import annotations
@@ -45,6 +46,10 @@ def parse_faults(text: str) -> list[Fault]:
 
 def faults_of(text: str, rank: RankPlan) -> list[Fault]:
     return [fault for fault in parse_faults(text) if fault.concerns(rank)]
+
+
+def unmaps_eagerly(text: str) -> bool:
+    return any(f.kind == "eager-unmap" for f in parse_faults(text))
 
 
 def leaves_unmapped(faults: Sequence[Fault]) -> bool:

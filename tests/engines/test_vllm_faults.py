@@ -1,4 +1,4 @@
-"""What goes wrong on a rank of real vLLM: a forgotten stage, a map that fails, a listener that hangs, a rank that raises."""
+"""What goes wrong on a rank of real vLLM: a forgotten stage, a failed map, a hanging listener, a rank that raises."""
 
 from __future__ import annotations
 

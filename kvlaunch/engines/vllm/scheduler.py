@@ -7,6 +7,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
+from kvlaunch.engines import faults
 from kvlaunch.engines.vllm import compat
 from kvlaunch.env import RunEnv
 from kvlaunch.errors import CompatibilityError
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from kvlaunch.engines.vllm.block_pool import ElasticBlockPool
+
+IDLE_S = 0.5
+"""Seconds without an allocation after which pages mapped ahead go back."""
 
 
 class SchedulerHooks:
@@ -76,6 +80,7 @@ class SchedulerHooks:
                 ahead_low=kv.ahead_low,
                 ahead_high=kv.ahead_high,
                 commit_timeout_s=kv.commit_timeout_s,
+                idle_s=0.0 if faults.unmaps_eagerly(self._run.fault) else IDLE_S,
             ),
             channel=channel,
             wake=self._wake,
