@@ -31,6 +31,7 @@ from kvlaunch.launch.watch import EventWatch, LogWatch
 from kvlaunch.plan.types import LaunchPlan
 
 TURN_S = 0.1
+READY_TURN_S = 0.5
 FAILURE_GRACE_S = 15.0
 """After a rank has recorded a failure in start-up, the engine has so long to end by itself."""
 AGENT_START_S = 60.0
@@ -107,7 +108,9 @@ class Supervisor:
         """Return when the end was asked for; raise when the run has failed."""
         self._readiness.start()
         while self._signals.first is None:
-            self._signals.wait(TURN_S, self._agent_fd, *self._ranks.fds)
+            # Whoever ends wakes the wait up; an engine that serves needs no closer look.
+            quiet = self.record.state is RunState.READY and self._logs is None
+            self._signals.wait(READY_TURN_S if quiet else TURN_S, self._agent_fd, *self._ranks.fds)
             self._ranks.look()
             self._look()
             if (status := self._agent.poll()) is not None:
