@@ -162,7 +162,12 @@ def summary(name: str, ours: Sequence[Sequence[float]], raw: Sequence[Sequence[f
             "min": round(min(ratios), 2),
             "max": round(max(ratios), 2),
         },
-        "host": {"machine": platform.machine(), "cpus": os.cpu_count(), "python": platform.python_version()},
+        "host": {
+            "machine": platform.machine(),
+            "cpus": os.cpu_count(),
+            "python": platform.python_version(),
+            "load": round(os.getloadavg()[0], 2),
+        },
     }
 
 

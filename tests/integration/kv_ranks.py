@@ -270,6 +270,8 @@ def _obey(command: Sequence[Any], rank: RankMemory, faults: list[str | None], op
             return rank.mapped_runs()
         case ["fail", *reasons]:
             faults.extend(reasons)
+        case ["heal"]:
+            faults.clear()
         case ["reset"]:
             faults.clear()
             _reset(rank)

@@ -70,13 +70,14 @@ class ZmqChannel:
         self._retries = retries
         self._seq = 0
         self._lock = threading.Lock()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._stages: list[Leader] = [
-            LocalLeader(pp, leaders[pp], sockets[pp], sender)
-            if sockets and pp in sockets
-            else RemoteLeader(self._context, pp, leaders[pp], endpoints[pp])
-            for pp in sorted(endpoints)
-        ]
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None  # its threads start with the first stage by ZeroMQ
+        self._stages: list[Leader] = []
+        for pp in sorted(endpoints):
+            if sockets and pp in sockets:
+                self._stages.append(LocalLeader(pp, leaders[pp], sockets[pp], sender))
+            else:
+                self._context = self._context or zmq.Context()
+                self._stages.append(RemoteLeader(self._context, pp, leaders[pp], endpoints[pp]))
         self._unsettled: list[Leader] = []
         self._unsettled_seq = 0
 
@@ -88,6 +89,7 @@ class ZmqChannel:
 
     def state(self) -> list[RankState]:
         with self._lock:
+            self._check_open()
             seq = self._next_seq()
             request = State(run=self._run, epoch=self._epoch, sender=self._sender, seq=seq)
             replies = self._ask(self._stages, wire.encode(request), seq, time.monotonic() + self._timeout_s)
@@ -104,6 +106,7 @@ class ZmqChannel:
             KVCommitError: one did not answer in time.
         """
         with self._lock:
+            self._check_open()
             seq = self._next_seq()
             request = Ping(run=self._run, epoch=self._epoch, sender=self._sender, seq=seq)
             replies = self._ask(self._stages, wire.encode(request), seq, time.monotonic() + self._timeout_s)
@@ -118,15 +121,16 @@ class ZmqChannel:
             for stage in self._stages:
                 stage.close()
             self._stages = []
-            self._context.term()
+            if self._context is not None:
+                self._context.term()
+                self._context = None
 
     def _commit(self, kind: type[Map | Unmap], verb: str, pages: Sequence[PageRun]) -> None:
         runs = tuple(merged_runs(pages))
         if not runs:
             return
         with self._lock:
-            if not self._stages:
-                raise KVCommitError("The KV channel is closed.", failures={})
+            self._check_open()
             started = time.monotonic()
             deadline = started + COMMIT_SHARE * self._timeout_s
             what = f"Could not {verb} {_named(runs)} on every rank"
@@ -164,6 +168,10 @@ class ZmqChannel:
         self._unsettled = [stage for stage in self._unsettled if not isinstance(answers.get(stage), Done)]
         if failures:
             raise self._error(f"{what}: an earlier operation is not taken back yet", failures)
+
+    def _check_open(self) -> None:
+        if not self._stages:
+            raise KVCommitError("The KV channel is closed.", failures={})
 
     def _next_seq(self) -> int:
         self._seq += 1
