@@ -80,7 +80,8 @@ def test_a_write_while_unmapped_does_not_show_after_mapping_without_the_guard() 
 
 
 @pytest.mark.parametrize(
-    ("touch", "dies"), [("before", True), ("mapped", False), ("after", True), ("beyond", True), ("neighbour", True)]
+    ("touch", "dies"),
+    [("before", True), ("mapped", False), ("after", True), ("beyond", True), ("below", True), ("neighbour", True)],
 )
 def test_the_guard_kills_who_touches_unmapped_memory(touch: str, dies: bool) -> None:
     done = run(f"""
@@ -98,6 +99,8 @@ def test_the_guard_kills_who_touches_unmapped_memory(touch: str, dies: bool) -> 
         if {touch!r} == "beyond":
             region.map({PAGE}, 3 * {PAGE})
             write(4 * {PAGE})
+        if {touch!r} == "below":
+            write(-1)
         if {touch!r} == "after":
             region.unmap(0, {PAGE})
             write(0)
