@@ -125,7 +125,7 @@ def test_a_signal_before_ready(kit: Kit, signum: signal.Signals, code: int) -> N
     launched = kit.launch(kit.plan("--never-serve", tp=2, pp=1))
     launched.wait_for_ranks(3)
     launched.process.send_signal(signum)
-    assert launched.end(within_s=8)[0] == code
+    assert launched.end(within_s=20)[0] == code
     launched.wait_gone(0.5)
     assert launched.state is not None
     assert launched.state.state.value == "stopped"
