@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -39,6 +40,21 @@ def prompts(count: int) -> list[str]:
     """Texts of different lengths; some share a prefix, so that the prefix cache has something to find."""
     base = "The pages of a cache are mapped on every rank of every stage, or on none of them. " * 3
     return [base[: 40 + 17 * (i % 8)] + f" Case {i}: " + "x" * (i * 5 % 60) for i in range(count)]
+
+
+PROMPTS = prompts(24)
+SMALL = ("engine=vllm", "kv.reserve=64MiB", "kv.cache.idle_s=2")
+
+
+def overrides_of(tp: int, pp: int, prefix_caching: bool) -> list[str]:
+    return [*SMALL, f"tp={tp}", f"pp={pp}", f"engine.args.enable_prefix_caching={str(prefix_caching).lower()}"]
+
+
+@functools.cache
+def stock_answers(tp: int, pp: int, prefix_caching: bool) -> list[list[list[int]]]:
+    """What the stock engine (kv=static) answers to PROMPTS, asked all at once, twice. Started once a test session."""
+    with launch(*overrides_of(tp, pp, prefix_caching), "kv=static") as static:
+        return [static.complete_all(PROMPTS) for _ in range(2)]
 
 
 @dataclass

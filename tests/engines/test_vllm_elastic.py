@@ -9,12 +9,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.engines.harness import Engine, launch, prompts, wait_until
+from tests.engines.harness import PROMPTS, Engine, launch, overrides_of, stock_answers, wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
-SMALL = ("engine=vllm", "kv.reserve=64MiB", "kv.cache.idle_s=2")
-PROMPTS = prompts(24)
 TOPOLOGIES = [(1, 1), (2, 1), (1, 2), (2, 2)]
 
 
@@ -26,11 +24,6 @@ class Case:
 
     def __str__(self) -> str:
         return f"tp{self.tp}-pp{self.pp}-{'prefix' if self.prefix_caching else 'plain'}"
-
-    @property
-    def overrides(self) -> list[str]:
-        caching = str(self.prefix_caching).lower()
-        return [*SMALL, f"tp={self.tp}", f"pp={self.pp}", f"engine.args.enable_prefix_caching={caching}"]
 
 
 @dataclass(frozen=True)
@@ -48,9 +41,8 @@ CASES = [Case(tp, pp, prefix) for tp, pp in TOPOLOGIES for prefix in (True, Fals
 @pytest.fixture(scope="module", params=CASES, ids=str)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     case: Case = request.param
-    with launch(*case.overrides, "kv=static") as static:
-        expected = [static.complete_all(PROMPTS) for _ in range(2)]
-    with launch(*case.overrides, "kv=elastic") as elastic:
+    expected = stock_answers(case.tp, case.pp, case.prefix_caching)
+    with launch(*overrides_of(case.tp, case.pp, case.prefix_caching), "kv=elastic") as elastic:
         yield Pair(case, elastic, expected)
 
 

@@ -14,6 +14,7 @@ from kvlaunch.errors import CompatibilityError
 from kvlaunch.kv.ipc.client import ZmqChannel
 from kvlaunch.kv.manager import KVCacheManager
 from kvlaunch.kv.settings import KVSettings
+from kvlaunch.launch.paths import RunPaths
 from kvlaunch.plan.types import LaunchPlan
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class SchedulerHooks:
         kv, plan = self._plan.kv, self._plan
         if self._pool is not None:
             raise CompatibilityError("vLLM made a second block pool; kv=elastic serves one.")
+        paths = RunPaths(self._run.run_dir)
         channel = ZmqChannel(
             {stage.pp_rank: stage.endpoint for stage in plan.stages},
             leaders={stage.pp_rank: stage.leader for stage in plan.stages},
@@ -71,6 +73,7 @@ class SchedulerHooks:
             epoch=self._run.epoch,
             sender=f"scheduler-{os.getpid()}",
             timeout_s=kv.commit_timeout_s,
+            sockets={stage.pp_rank: paths.peer_socket(stage.pp_rank) for stage in plan.stages},
         )
         self._manager = KVCacheManager(
             world_size=plan.world_size,
