@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from kvlaunch.engines import ranks
@@ -29,10 +30,14 @@ def enter_run() -> tuple[RunEnv, LaunchPlan]:
     return run, LaunchPlan.load(run.run_dir / "plan.json")
 
 
-def enter_rank(global_rank: int) -> tuple[RunEnv, LaunchPlan, RankPlan]:
-    """The same for the process of a rank, which has its number in its environment and its output in its own log."""
+def enter_rank(resolve: Callable[[LaunchPlan], RankPlan]) -> tuple[RunEnv, LaunchPlan, RankPlan]:
+    """The same for the process of a rank, which has its number in its environment and its output in its own log.
+
+    Args:
+        resolve: which rank of the plan it is.
+    """
     run, plan = enter_run()
-    rank = ranks.resolve_rank(plan, global_rank)
+    rank = resolve(plan)
     ranks.export_rank(run, plan, rank)
     redirect_output(RunPaths(run.run_dir).rank_log(rank.global_rank))
     log_kvlaunch(f"rank {rank.global_rank}")

@@ -15,8 +15,9 @@ from kvlaunch.kv.ipc.listener import StageListener
 from kvlaunch.kv.ipc.peer import StagePeer
 from kvlaunch.kv.memory.host import HostBackend
 from kvlaunch.kv.rank import RankMemory
+from kvlaunch.kv.settings import KVSettings
 from kvlaunch.launch.paths import RunPaths
-from kvlaunch.plan.types import LaunchPlan, RankPlan
+from kvlaunch.plan.types import KVPlan, LaunchPlan, RankPlan
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +26,22 @@ log = logging.getLogger("kvlaunch.rank")
 
 CONNECT_TIMEOUT_S = 60.0
 """Ranks of a stage reserve their memory within seconds of each other; a slow machine gets a minute."""
+
+
+IDLE_S = 0.5
+"""Seconds without an allocation after which pages mapped ahead go back."""
+
+
+def settings_of(kv: KVPlan, fault: str) -> KVSettings:
+    """What the plan says to a KVCacheManager."""
+    return KVSettings(
+        num_blocks=kv.num_blocks,
+        blocks_per_page=kv.blocks_per_page,
+        ahead_low=kv.ahead_low,
+        ahead_high=kv.ahead_high,
+        commit_timeout_s=kv.commit_timeout_s,
+        idle_s=0.0 if faults.unmaps_eagerly(fault) else IDLE_S,
+    )
 
 
 class RankKV:

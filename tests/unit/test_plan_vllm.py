@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlaunch.config.schema import EngineName, KVConfig, KVModeName
+from kvlaunch.engines.options import render
 from kvlaunch.engines.vllm.layout import layers_per_block
-from kvlaunch.engines.vllm.options import render
 from kvlaunch.errors import PlanError
 from kvlaunch.plan.facts import ModelFacts
 from kvlaunch.plan.host import HostFacts
@@ -168,7 +168,7 @@ def test_a_skipped_warm_up_is_refused_where_stages_need_it(option: str) -> None:
 
 def test_options_as_the_command_line_wants_them() -> None:
     given_options = {"a_b": 1, "flag": True, "off": False, "none": None, "j": {"k": [1]}, "many": ["x", 2], "f": 0.5}
-    assert render(given_options) == [
+    assert render(given_options, negate=True) == [
         *("--a-b", "1", "--flag", "--no-off", "--j", '{"k": [1]}', "--many", "x", "2", "--f", "0.5"),
     ]
 

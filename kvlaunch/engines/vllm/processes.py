@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from kvlaunch.engines import ranks
 from kvlaunch.engines.process import FailureRecorder, enter_rank, enter_run, log_kvlaunch
 from kvlaunch.engines.vllm import compat
 from kvlaunch.env import RunEnv
@@ -52,7 +53,7 @@ def scheduler_main(*args: Any, **kwargs: Any) -> None:
 
 def worker_main(*args: Any, **kwargs: Any) -> None:
     """One rank of vLLM (`WorkerProc.worker_main`)."""
-    run, plan, rank = enter_rank(kwargs["rank"])
+    run, plan, rank = enter_rank(lambda plan: ranks.resolve_rank(plan, kwargs["rank"]))
     FailureRecorder.of_rank(RunPaths(run.run_dir), rank).watch(*FAILURE_LOGGERS)
 
     from vllm.v1.executor.multiproc_executor import WorkerProc
