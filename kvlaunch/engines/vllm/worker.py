@@ -15,7 +15,7 @@ from kvlaunch.events import Phase, emit
 from kvlaunch.kv.geometry import BlockGeometry
 from kvlaunch.kv.ipc.listener import StageListener
 from kvlaunch.kv.ipc.peer import StagePeer
-from kvlaunch.kv.memory.base import Region
+from kvlaunch.kv.memory.base import MemoryBackend, Region
 from kvlaunch.kv.memory.host import HostBackend
 from kvlaunch.kv.rank import RankMemory
 from kvlaunch.launch.paths import RunPaths
@@ -131,8 +131,15 @@ class WorkerHooks:
             granularity=kv.granularity,
         )
 
+    def _backend(self) -> MemoryBackend:
+        if self._plan.device == "cpu":
+            return HostBackend(guard=self._plan.kv.guard)
+        from kvlaunch.kv.memory.cuda import CudaBackend
+
+        return CudaBackend(device=int(self._rank.device.rpartition(":")[2]))
+
     def _reserve(self, geometry: BlockGeometry) -> torch.Tensor:
-        region: Region = HostBackend(guard=self._plan.kv.guard).reserve(geometry.region_bytes)
+        region = self._backend().reserve(geometry.region_bytes)
         self._region = region
         memory = RankMemory(
             faults.forgetful(region) if faults.leaves_unmapped(self._faults) else region,
