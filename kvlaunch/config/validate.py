@@ -93,12 +93,6 @@ def _check_server(config: LaunchConfig) -> None:
 
 def _check_nodes(config: LaunchConfig) -> None:
     nnodes, rank, endpoint = config.nnodes, config.node_rank, config.rdzv.endpoint
-    if nnodes > 1 and endpoint is None:
-        raise ConfigError(
-            f"nnodes={nnodes} wants rdzv.endpoint: the nodes need a place to meet.",
-            hint="Give the same one on every node: the first node's address and a free port, "
-            "for example rdzv.endpoint=10.0.0.1:29500",
-        )
     if endpoint is not None:
         match = _HOST_PORT.fullmatch(endpoint)
         if match is None or not 0 <= int(match["port"] or 0) <= 65535:

@@ -13,6 +13,7 @@ from kvlaunch.events import Phase, emit
 from kvlaunch.kv.geometry import BlockGeometry
 from kvlaunch.kv.ipc.listener import StageListener
 from kvlaunch.kv.ipc.peer import StagePeer
+from kvlaunch.kv.memory.base import MemoryBackend
 from kvlaunch.kv.memory.host import HostBackend
 from kvlaunch.kv.rank import RankMemory
 from kvlaunch.kv.settings import KVSettings
@@ -77,7 +78,7 @@ class RankKV:
             MemoryMapError: no address space, or no memory for the null block's page.
             KVCommitError: a rank of the stage did not join its leader in time.
         """
-        region = HostBackend(guard=self.plan.kv.guard).reserve(geometry.region_bytes)
+        region = self._backend().reserve(geometry.region_bytes)
         self.memory = RankMemory(
             faults.forgetful(region) if faults.leaves_unmapped(self.faults) else region,
             geometry,
@@ -114,6 +115,13 @@ class RankKV:
         """Stop answering. The region stays until the process ends: the engine's tensors lie in it."""
         if self._service is not None:
             self._service.close()
+
+    def _backend(self) -> MemoryBackend:
+        if self.plan.device == "cpu":
+            return HostBackend(guard=self.plan.kv.guard)
+        from kvlaunch.kv.memory.cuda import CudaBackend
+
+        return CudaBackend(device=int(self.rank.device.rpartition(":")[2]))
 
     def _serve(self, memory: RankMemory) -> None:
         stage = ranks.stage_of(self.plan, self.rank)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from kvlaunch.errors import KVCommitError
 from kvlaunch.kv.channel import Channel
@@ -13,35 +12,9 @@ from kvlaunch.kv.commits import Commits
 from kvlaunch.kv.pages import PagePool
 from kvlaunch.kv.release import StepClock
 from kvlaunch.kv.settings import KVSettings
+from kvlaunch.kv.stats import KVStats
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KVStats:
-    """Numbers of a KVCacheManager: of this moment, and totals since it was made."""
-
-    mapped_pages: int
-    """Pages that have memory on every rank, page 0 and those about to be given back included."""
-    free_pages: int
-    """Of these, the ones in service with no block in use (page 0 never counts)."""
-    retiring_pages: int
-    """Of these, the ones out of service that wait for steps in flight or for the ranks."""
-    limit_pages: int
-    in_use_blocks: int
-    """Blocks handed out, those that an engine's prefix cache keeps included."""
-    maps: int
-    """Map operations that were applied on every rank."""
-    unmaps: int
-    failed_maps: int
-    failed_unmaps: int
-    stalls: int
-    """Times that the owner thread waited for the ranks."""
-    stalled_steps: int
-    """Steps during which it did so at least once."""
-    stall_seconds: float
-    steps: int
-    """Steps scheduled."""
 
 
 class KVCacheManager:

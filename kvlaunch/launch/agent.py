@@ -169,6 +169,8 @@ class Agent:
 
 def _elastic_agent(agent: Agent, spec: Any, logs_specs: Any) -> Any:
     """A LocalElasticAgent that leaves no process behind: torch is imported only here."""
+    from torch.distributed.elastic.agent.server import WorkerState
+    from torch.distributed.elastic.agent.server.api import RunResult
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     class EngineAgent(LocalElasticAgent):  # type: ignore[misc]
@@ -188,6 +190,13 @@ def _elastic_agent(agent: Agent, spec: Any, logs_specs: Any) -> Any:
             pids: dict[int, Any] = super()._start_workers(worker_group)
             agent.after_start(pids[0])
             return pids
+
+        def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+            result = super()._monitor_workers(worker_group)
+            if result.state == WorkerState.SUCCEEDED:
+                # A server has no end of its own. vLLM exits with 0 after one of its ranks was killed.
+                return RunResult(state=WorkerState.FAILED)
+            return result
 
         def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
             grace_s = 0.0

@@ -77,6 +77,11 @@ class RunPaths:
         """One JSON object a line, appended by every process of the run."""
         return self.root / "events.jsonl"
 
+    @property
+    def kv_stats(self) -> Path:
+        """KVStats of the scheduler as JSON, written whenever it has become idle."""
+        return self.root / "stats.json"
+
     def agent(self, node_rank: int) -> Path:
         """What the agent of a node writes down of itself."""
         return self.root / f"agent-{node_rank}.json"

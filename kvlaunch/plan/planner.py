@@ -220,7 +220,8 @@ def _rendezvous(config: LaunchConfig, run: str, notes: list[Note]) -> Rendezvous
         if config.nnodes > 1:
             raise PlanError(
                 f"nnodes={config.nnodes} needs rdzv.endpoint: the nodes must know where to meet.",
-                hint="Use rdzv.endpoint=<host of node 0>:<port>, the same on every node.",
+                hint="Give the same one on every node: the first node's address and a free port, "
+                "for example rdzv.endpoint=10.0.0.1:29500",
             )
         endpoint = "localhost:0"
         notes.append(Note(setting="rdzv.endpoint", value=endpoint, why="one node meets itself on any free port"))

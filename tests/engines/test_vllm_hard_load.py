@@ -7,10 +7,12 @@ import json
 import random
 import urllib.parse
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from tests.engines.harness import Engine, launch, prompts, wait_until
+from tests.engines.hybrid_model import SLIDING_WINDOW, make_hybrid
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -123,3 +125,17 @@ def metric(engine: Engine, name: str) -> float:
     finally:
         connection.close()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+
+def test_sliding_window_and_full_attention_together(tmp_path: Path) -> None:
+    """Several cache groups share the pool; blocks that leave the window are freed while their request runs on."""
+    model = make_hybrid(tmp_path)
+    overrides = ("engine=vllm", f"model={model}", "pp=2", "kv.reserve=64MiB", "kv.cache.idle_s=1")
+    texts = [text * 2 for text in prompts(24)]
+    with launch(*overrides, "kv=static") as static:
+        expected = static.complete_all(texts, max_tokens=2 * SLIDING_WINDOW)
+    assert len({tuple(tokens) for tokens in expected}) > 12, "the model answers everything alike"
+    with launch(*overrides, "kv=elastic") as elastic:
+        assert elastic.complete_all(texts, max_tokens=2 * SLIDING_WINDOW) == expected
+        assert elastic.complete_all(texts, max_tokens=2 * SLIDING_WINDOW) == expected
+        wait_until(elastic.at_baseline, 30, f"resident {elastic.resident_bytes()}")

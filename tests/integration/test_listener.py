@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -20,8 +16,7 @@ from hypothesis import strategies as st
 
 from kvlaunch.errors import KVCommitError
 from kvlaunch.kv.ipc import wire
-from kvlaunch.kv.ipc.client import ZmqChannel
-from kvlaunch.kv.ipc.links import Link, LinkClosedError, listen_seqpacket
+from kvlaunch.kv.ipc.links import LinkClosedError
 from kvlaunch.kv.ipc.listener import StageListener
 from kvlaunch.kv.ipc.messages import (
     Done,
@@ -32,7 +27,6 @@ from kvlaunch.kv.ipc.messages import (
     Ping,
     Pong,
     Refused,
-    Reply,
     SetLimit,
     StageState,
     State,
@@ -40,117 +34,7 @@ from kvlaunch.kv.ipc.messages import (
     Unmap,
 )
 from kvlaunch.kv.ipc.peer import StagePeer
-from kvlaunch.kv.memory.noop import NoopBackend
-from kvlaunch.kv.rank import RankMemory
-from tests.integration.kv_ranks import GEOMETRY
-
-HEAD = {"run": "r", "epoch": 0, "sender": "m"}
-
-
-def memory(global_rank: int, *, epoch: int = 0) -> RankMemory:
-    region = NoopBackend().reserve(GEOMETRY.region_bytes)
-    return RankMemory(region, GEOMETRY, global_rank=global_rank, pp_rank=0, tp_rank=global_rank, run="r", epoch=epoch)
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """Short: a socket's path may have 107 bytes. Nothing but what the test put there may be left."""
-    path = Path(tempfile.mkdtemp(prefix="kvl", dir="/tmp"))
-    threads, files = threading.active_count(), open_files()
-    yield path
-    wait_for(lambda: threading.active_count() == threads)
-    wait_for(lambda: open_files() == files)
-    assert not list(path.iterdir())
-    shutil.rmtree(path)
-
-
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-
-
-def wait_for(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.005)
-
-
-class Stage:
-    """A listener with its peers, all in this process."""
-
-    def __init__(self, folder: Path, *, tp_size: int = 2, on_limit: Callable[[int | None], None] | None = None) -> None:
-        self.ranks = [memory(r) for r in range(tp_size)]
-        self.peer_path = folder / "p0"
-        self.endpoint = f"ipc://{folder}/s0"
-        self.listener = self.new_listener(on_limit)
-        self.peers = [StagePeer(r, peer_path=self.peer_path, connect_timeout_s=10) for r in self.ranks[1:]]
-
-    def new_listener(self, on_limit: Callable[[int | None], None] | None = None) -> StageListener:
-        return StageListener(
-            self.ranks[0],
-            endpoint=self.endpoint,
-            peer_path=self.peer_path,
-            peers=range(1, len(self.ranks)),
-            peer_timeout_s=0.5,
-            on_limit=on_limit,
-        )
-
-    def __enter__(self) -> Stage:
-        self.listener.start()
-        for peer in self.peers:
-            peer.start()
-        self.listener.wait_ready(10)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for peer in self.peers:
-            peer.close()
-        self.listener.close()
-
-    def channel(self) -> ZmqChannel:
-        return ZmqChannel(
-            {0: self.endpoint},
-            leaders={0: 0},
-            run="r",
-            epoch=0,
-            sender="m",
-            timeout_s=2.0,
-            sockets={0: self.peer_path},
-        )
-
-
-class Raw:
-    """Sends bytes to a listener, and reads what comes."""
-
-    def __init__(self, endpoint: str) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = self._context.socket(zmq.DEALER)
-        self.socket.linger = 0
-        self.socket.rcvtimeo = 5000
-        self.socket.connect(endpoint)
-
-    def ask(self, payload: bytes | msgspec.Struct) -> Reply:
-        self.socket.send(payload if isinstance(payload, bytes) else wire.encode(payload))
-        return wire.decode_reply(self.socket.recv())
-
-    def __enter__(self) -> Raw:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.socket.close()
-        self._context.term()
-
-
-@pytest.fixture
-def stage(folder: Path) -> Iterator[Stage]:
-    with Stage(folder) as stage:
-        yield stage
-
-
-@pytest.fixture
-def raw(stage: Stage) -> Iterator[Raw]:
-    with Raw(stage.endpoint) as raw:
-        yield raw
+from tests.integration.stage_kit import HEAD, Raw, Stage, connect, memory, wait_for
 
 
 def test_each_request_has_its_reply(stage: Stage, raw: Raw) -> None:
@@ -271,16 +155,6 @@ def test_bytes_that_are_not_zeromq_do_not_stop_it(stage: Stage, raw: Raw) -> Non
         assert isinstance(raw.ask(Ping(**HEAD, seq=1)), Pong)
 
 
-def connect(path: Path, hello: bytes | None) -> Link:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sock.settimeout(5)
-    sock.connect(os.fspath(path))
-    link = Link(sock)
-    if hello is not None:
-        link.send(0, hello)
-    return link
-
-
 @pytest.mark.parametrize(
     ("hello", "says"),
     [
@@ -397,93 +271,6 @@ def test_a_late_answer_of_a_peer_is_not_taken_for_the_next_one(folder: Path) -> 
     stage.__exit__()
 
 
-def leave_dead_socket(path: Path, kind: int) -> None:
-    with socket.socket(socket.AF_UNIX, kind) as sock:
-        sock.bind(os.fspath(path))
-
-
-def test_what_a_dead_process_left_is_replaced(folder: Path) -> None:
-    leave_dead_socket(folder / "s0", socket.SOCK_STREAM)
-    leave_dead_socket(folder / "p0", socket.SOCK_SEQPACKET)
-    with Stage(folder) as stage, closing(stage.channel()) as channel:
-        channel.map([(3, 1)])
-
-
-def test_a_live_listener_is_not_pushed_away(stage: Stage) -> None:
-    with pytest.raises(OSError, match="another process listens there"):
-        stage.new_listener().start()
-    with closing(stage.channel()) as channel:
-        channel.map([(3, 1)])
-
-
-def test_a_live_peer_socket_is_not_pushed_away(folder: Path) -> None:
-    other = listen_seqpacket(folder / "p0", 1)
-    with pytest.raises(OSError, match="another process listens there"):
-        Stage(folder).listener.start()
-    other.close()
-    (folder / "p0").unlink()
-
-
-def test_a_channel_finds_a_listener_that_comes_late_or_again(folder: Path) -> None:
-    first, second = Stage(folder, tp_size=1), Stage(folder, tp_size=1)
-    with closing(first.channel()) as channel:
-        starter = threading.Timer(0.1, first.listener.start)
-        starter.start()
-        channel.map([(3, 1)])
-        starter.join()
-        first.listener.close()
-        with second:
-            channel.map([(4, 1)])
-    assert second.ranks[0].mapped_runs() == [(0, 1), (4, 1)]
-
-
-def test_a_file_that_is_no_socket_is_left_alone(folder: Path) -> None:
-    (folder / "s0").write_text("mine")
-    with pytest.raises(FileExistsError):
-        Stage(folder).listener.start()
-    assert (folder / "s0").read_text() == "mine"
-    (folder / "s0").unlink()
-
-
-def test_a_folder_that_does_not_exist_is_an_error_and_leaves_nothing(folder: Path) -> None:
-    rank = memory(0)
-    for endpoint, peer_path in ((f"ipc://{folder}/no/s0", folder / "p0"), (f"ipc://{folder}/s0", folder / "no/p0")):
-        listener = StageListener(rank, endpoint=endpoint, peer_path=peer_path, peers=[1])
-        with pytest.raises(OSError):
-            listener.start()
-        listener.close()
-
-
-@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:5555", "ipc://relative", "ipc://@abstract", "/tmp/s0"])
-def test_only_files_that_others_cannot_reach_are_endpoints(folder: Path, endpoint: str) -> None:
-    with pytest.raises(ValueError, match="endpoint"):
-        StageListener(memory(0), endpoint=endpoint, peer_path=folder / "p0", peers=[])
-
-
-def test_sockets_are_for_their_owner_alone(stage: Stage, folder: Path) -> None:
-    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
-    assert len(list(folder.iterdir())) == 2
-
-
-def test_another_user_is_turned_away(stage: Stage, raw: Raw) -> None:
-    if os.getuid() != 0:
-        pytest.skip("only root can become another user")
-    pid = os.fork()
-    if pid == 0:
-        try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-                sock.settimeout(5)
-                os.chmod(stage.peer_path, 0o666)  # noqa: PTH101
-                os.chmod(stage.peer_path.parent, 0o755)  # noqa: PTH101
-                os.setuid(12345)
-                sock.connect(os.fspath(stage.peer_path))
-                os._exit(0 if sock.recv(100) == b"" else 1)
-        finally:
-            os._exit(2)
-    assert os.waitpid(pid, 0)[1] == 0
-    assert isinstance(raw.ask(Ping(**HEAD, seq=1)), Pong)
-
-
 def test_close_ends_an_operation_under_way(folder: Path) -> None:
     stage = Stage(folder)
     stage.listener = StageListener(
@@ -506,60 +293,3 @@ def test_ten_times_up_and_down(folder: Path) -> None:
     for _ in range(10):
         with Stage(folder, tp_size=3) as stage, closing(stage.channel()) as channel:
             channel.map([(3, 1)])
-
-
-@pytest.mark.parametrize("size", [0, 1, 59_999, 60_000, 60_001, 150_000, 1 << 20])
-def test_links_carry_messages_of_any_size(size: int) -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    a, b = Link(ours), Link(theirs)
-    payload = os.urandom(size)
-    sender = threading.Thread(target=a.send, args=(5, payload))
-    sender.start()
-    number, body = b.receive()
-    sender.join()
-    assert (number, bytes(body)) == (5, payload)
-    b.send(6, b"short")
-    assert bytes(a.receive()[1]) == b"short"
-    a.close()
-    with pytest.raises(LinkClosedError):
-        b.receive()
-    b.close()
-
-
-def test_a_link_waits_until_its_deadline() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    a, b = Link(ours), Link(theirs)
-    a.limit_waits(0.1)
-    started = time.monotonic()
-    with pytest.raises(TimeoutError):
-        a.receive(started + 0.12)
-    assert 0.12 <= time.monotonic() - started < 1
-    with pytest.raises(TimeoutError):
-        a.receive(started)
-    with pytest.raises(BlockingIOError):
-        send_until_full(a)
-    a.close()
-    b.close()
-
-
-def send_until_full(link: Link) -> None:
-    for number in range(100_000):
-        link.send(number, b"nobody reads")
-
-
-def test_a_link_knows_when_the_other_side_is_gone() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    a, b = Link(ours), Link(theirs)
-    assert not a.gone()
-    b.send(1, b"unread")
-    assert not a.gone()
-    b.close()
-    assert a.receive()[0] == 1
-    assert a.gone()
-    with pytest.raises(LinkClosedError):
-        a.receive()
-    with pytest.raises(LinkClosedError):
-        a.send(2, b"")
-    a.close()
-    a.close()
-    assert a.gone()

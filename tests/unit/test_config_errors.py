@@ -141,7 +141,6 @@ IMPOSSIBLE = [
     (["rdzv.id=a b/c"], "rdzv.id='a b/c': a name has", "rdzv.id=my-run"),
     (["model.name="], "model.name is empty.", "model=Qwen/Qwen3-8B"),
     (["engine.python="], "engine.python is empty.", "engine.python=null"),
-    (["nnodes=2"], "nnodes=2 wants rdzv.endpoint: the nodes need a place to meet.", "rdzv.endpoint=10.0.0.1:29500"),
     (
         ["nnodes=2", "rdzv.endpoint=h"],
         "rdzv.endpoint='h': with nnodes=2 the port must be given",

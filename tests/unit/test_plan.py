@@ -133,7 +133,7 @@ def test_tp2_pp2_on_cpu() -> None:
         "--kv-cache-memory-bytes": "8192",
         "--compilation-config": '{"mode": 2, "backend": "eager"}',
     }
-    assert made.nodes[0].argv[:3] == ("/env/bin/python", "-m", "vllm.entrypoints.openai.api_server")
+    assert made.nodes[0].argv[:3] == ("/env/bin/python", "-m", "kvlaunch.engines.vllm.serve")
     env = made.nodes[0].env
     assert env["VLLM_PLUGINS"] == "kvlaunch"
     assert (env["VLLM_CPU_OMP_THREADS_BIND"], env["OMP_NUM_THREADS"]) == ("nobind", "2")

@@ -1,7 +1,7 @@
 """The entry points of vLLM's processes, wrapped: rank, log file, failure record, life tied to the run's.
 
-The scheduler and the workers are spawned, never forked, so each wrapper starts in a fresh interpreter where the class
-that it wraps is still vLLM's own.
+The scheduler and the workers are forked from the fork server, where no plugin has run (see `forking`), or spawned; never
+forked from one another. So each wrapper starts where the class that it wraps is still vLLM's own.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from kvlaunch.engines import ranks
 from kvlaunch.engines.process import FailureRecorder, enter_rank, enter_run, log_kvlaunch
-from kvlaunch.engines.vllm import compat
+from kvlaunch.engines.vllm import compat, forking
 from kvlaunch.env import RunEnv
 from kvlaunch.launch.paths import RunPaths
 from kvlaunch.launch.tether import tether
@@ -22,7 +22,9 @@ FAILURE_LOGGERS = ("vllm.v1.executor.multiproc_executor", "vllm.v1.engine.core")
 
 def install(run: RunEnv) -> None:
     """Make vLLM start its scheduler and its workers through this module, and end this process with the run."""
+    from vllm.v1.engine import utils as engine_utils
     from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.executor import multiproc_executor
     from vllm.v1.executor.multiproc_executor import WorkerProc
 
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
@@ -32,6 +34,10 @@ def install(run: RunEnv) -> None:
     ):
         compat.seam(owner, name)
         setattr(owner, name, staticmethod(entry))
+    if (context := forking.context()) is not None:
+        for module in (engine_utils, multiproc_executor):
+            compat.seam(module, "get_mp_context")
+            module.get_mp_context = lambda: context
     tether(run.launcher_pid)
 
 

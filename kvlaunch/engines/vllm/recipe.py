@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 PARTITION = "VLLM_PP_LAYER_PARTITION"
 
+_FORKING_SERVER = "kvlaunch.engines.vllm.serve"
+
 _CPU_COMPILATION = {"mode": 2, "backend": "eager"}
 """Run the warm-up and compile nothing. Without a warm-up (mode 0 and a KV cache of given size, see
 _should_warm_up_model in vllm/v1/worker/cpu_worker.py) the buffers between stages are never made and the first request
@@ -111,8 +113,17 @@ class VLLMRecipe(EngineRecipe):
             {**_common_env(draft, model), **own}, draft.config.engine.env, (PARTITION, "VLLM_CPU_KVCACHE_SPACE")
         )
         python = draft.config.engine.python or draft.host.python
-        argv = [python, "-m", "vllm.entrypoints.openai.api_server", *render(options | draft.args, negate=True)]
+        argv = [python, "-m", _server(draft, notes), *render(options | draft.args, negate=True)]
         return Command(argv=tuple(argv), env=env, unset=unset, notes=tuple(notes))
+
+
+def _server(draft: Draft, notes: list[Note]) -> str:
+    """The module that serves."""
+    if draft.device != "cpu":
+        return "vllm.entrypoints.openai.api_server"
+    why = "vLLM's own server; its scheduler and its ranks are forked from one process that has imported vLLM"
+    notes.append(Note(setting="engine.argv", value=f"-m {_FORKING_SERVER}", why=why))
+    return _FORKING_SERVER
 
 
 def _memory_bytes(kv: KVPlan, shape: KVShape) -> int:

@@ -1,0 +1,228 @@
+"""Engines under measurement: started by kvlaunch as a user does, or bare, and what is asked of them."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from kvlaunch.events import read_events
+from kvlaunch.launch.paths import RunPaths
+from kvlaunch.plan.types import LaunchPlan
+
+READY_TIMEOUT_S = 400
+STOP_TIMEOUT_S = 60
+KVLAUNCH = (sys.executable, "-m", "kvlaunch.cli.main")
+
+
+@contextlib.contextmanager
+def private_runs() -> Iterator[None]:
+    """Runs of the benchmark have a folder of their own, apart from the user's."""
+    folder = tempfile.mkdtemp(prefix="kvl-bench-", dir="/tmp")  # a socket's path must be short
+    before = os.environ.get("XDG_RUNTIME_DIR")
+    os.environ["XDG_RUNTIME_DIR"] = folder
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["XDG_RUNTIME_DIR"]
+        else:
+            os.environ["XDG_RUNTIME_DIR"] = before
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class Client:
+    """One kept-alive connection to an OpenAI server."""
+
+    def __init__(self, host: str, port: int, model: str) -> None:
+        self._connection = http.client.HTTPConnection(host, port, timeout=300)
+        self._model = model
+
+    def complete(self, prompt: str, max_tokens: int) -> int:
+        """Greedy completion of exactly `max_tokens`. Returns their number as the server counts them."""
+        body = {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        self._connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        reply = self._connection.getresponse()
+        content = reply.read()
+        if reply.status != 200:
+            raise SystemExit(f"the engine answered {reply.status}: {content[:300]!r}")
+        return int(json.loads(content)["usage"]["completion_tokens"])
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+@dataclass
+class Engine:
+    """A run of kvlaunch that is ready."""
+
+    process: subprocess.Popen[str]
+    paths: RunPaths
+    plan: LaunchPlan
+
+    def client(self) -> Client:
+        return Client(self.plan.server.host, self.plan.server.port, self.plan.model.name)
+
+    def kv_stats(self) -> dict[str, Any]:
+        """The scheduler's KVStats as of the last time that it was idle."""
+        return dict(json.loads(self.paths.kv_stats.read_bytes()))
+
+    def kv_events(self) -> dict[int, dict[str, Any]]:
+        """By global rank: its process, and where its KV region lies (elastic only)."""
+        events, _ = read_events(self.paths.events)
+        found = [(e.rank, e.pid, json.loads(e.detail) if e.detail else {}) for e in events if e.phase == "kv"]
+        return {rank: {"pid": pid, **about} for rank, pid, about in found if rank is not None}
+
+    def rank_pids(self) -> list[int]:
+        """Process of each rank, by global rank."""
+        events, _ = read_events(self.paths.events)
+        pids = {e.rank: e.pid for e in events if e.phase == "weights" and e.rank is not None}
+        return [pids[rank] for rank in sorted(pids)]
+
+
+@contextlib.contextmanager
+def engine(*overrides: str) -> Iterator[Engine]:
+    """`kvlaunch up OVERRIDES` of the tiny model until it is ready; ended on leaving."""
+    command = [*KVLAUNCH, "up", "model=tiny-qwen3", "server.port=0", "--json", *overrides]
+    # Its progress goes to a file of no name: nobody reads a pipe while the engine serves.
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        try:
+            yield _when_ready(process, errors)
+        finally:
+            end(process)
+
+
+def _when_ready(process: subprocess.Popen[str], errors: Any) -> Engine:
+    assert process.stdout is not None
+    watchdog = threading.Timer(READY_TIMEOUT_S, process.kill)
+    watchdog.start()
+    line = process.stdout.readline()
+    watchdog.cancel()
+    if not line:
+        errors.seek(0)
+        raise SystemExit(f"kvlaunch was not ready: {errors.read()[-2000:]}")
+    paths = RunPaths.of(json.loads(line)["run"])
+    return Engine(process, paths, LaunchPlan.load(paths.plan))
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """SIGINT, and SIGKILL where that does not help."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def prompts(count: int, seed: int) -> list[str]:
+    """Texts of 60 to 300 bytes that share nothing at their beginning, so that no prefix is found in a cache."""
+    base = "The pages of a cache are mapped on every rank of every stage, or on none of them. " * 4
+    return [f"{seed}.{i} " + base[: 60 + 37 * ((i * 7 + seed) % 7)] for i in range(count)]
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of load."""
+
+    seconds: float
+    tokens: int
+    first_token_s: list[float]
+    """Latency of one-token completions that were asked one after another during the load."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+def load_round(target: Engine, texts: Sequence[str], *, clients: int, max_tokens: int) -> Round:
+    """All texts completed by so many clients at once, each taking the next when it has finished one."""
+    queue: SimpleQueue[str] = SimpleQueue()
+    for text in texts:
+        queue.put(text)
+    done: list[int] = []
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        client = target.client()
+        try:
+            while True:
+                done.append(client.complete(queue.get_nowait(), max_tokens))
+        except Empty:
+            pass
+        except BaseException as error:  # noqa: BLE001 - raised again by the caller's thread
+            failures.append(error)
+        finally:
+            client.close()
+
+    threads = [threading.Thread(target=work) for _ in range(clients)]
+    probe = target.client()
+    first: list[float] = []
+    started = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        asked = time.perf_counter()
+        probe.complete(f"probe {len(first)} {texts[0]}", 1)
+        first.append(time.perf_counter() - asked)
+    for thread in threads:
+        thread.join()
+    seconds = time.perf_counter() - started
+    probe.close()
+    if failures:
+        raise failures[0]
+    return Round(seconds, sum(done) + len(first), first)
+
+
+def settled_stats(target: Engine, timeout_s: float = 20.0) -> dict[str, Any]:
+    """KVStats of an engine that has become idle: they are written when it does, and a load has just ended."""
+    time.sleep(1.0)  # the scheduler counts as idle after half a second
+    deadline = time.monotonic() + timeout_s
+    while not target.paths.kv_stats.exists():
+        if time.monotonic() > deadline:
+            raise SystemExit(f"no {target.paths.kv_stats} after a load")
+        time.sleep(0.1)
+    return target.kv_stats()
+
+
+def quiet(limit: float = 0.25, timeout_s: float = 120.0) -> float:
+    """Wait until others use less than `limit` of the processors, or the time is over.
+
+    Returns:
+        What they used last, 0 to 1: goes into the results.
+    """
+    import psutil
+
+    deadline = time.monotonic() + timeout_s
+    while True:
+        used = float(psutil.cpu_percent(interval=2.0)) / 100
+        if used < limit or time.monotonic() > deadline:
+            return round(used, 2)
+
+
+def save(results: Path, name: str, content: dict[str, Any]) -> None:
+    results.mkdir(parents=True, exist_ok=True)
+    (results / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
