@@ -43,17 +43,30 @@ def prompts(count: int) -> list[str]:
 
 
 PROMPTS = prompts(24)
-SMALL = ("engine=vllm", "kv.reserve=64MiB", "kv.cache.idle_s=2")
 
 
-def overrides_of(tp: int, pp: int, prefix_caching: bool) -> list[str]:
-    return [*SMALL, f"tp={tp}", f"pp={pp}", f"engine.args.enable_prefix_caching={str(prefix_caching).lower()}"]
+def small(engine: str) -> tuple[str, ...]:
+    return (f"engine={engine}", "kv.reserve=64MiB", "kv.cache.idle_s=2")
+
+
+SMALL = small("vllm")
+
+
+def prefix_cache(engine: str, on: bool) -> str:
+    """The engine's own option that switches its prefix cache."""
+    if engine == "sglang":
+        return f"engine.args.disable_radix_cache={str(not on).lower()}"
+    return f"engine.args.enable_prefix_caching={str(on).lower()}"
+
+
+def overrides_of(engine: str, tp: int, pp: int, prefix_caching: bool) -> list[str]:
+    return [*small(engine), f"tp={tp}", f"pp={pp}", prefix_cache(engine, prefix_caching)]
 
 
 @functools.cache
-def stock_answers(tp: int, pp: int, prefix_caching: bool) -> list[list[list[int]]]:
+def stock_answers(engine: str, tp: int, pp: int, prefix_caching: bool) -> list[list[list[int]]]:
     """What the stock engine (kv=static) answers to PROMPTS, asked all at once, twice. Started once a test session."""
-    with launch(*overrides_of(tp, pp, prefix_caching), "kv=static") as static:
+    with launch(*overrides_of(engine, tp, pp, prefix_caching), "kv=static") as static:
         return [static.complete_all(PROMPTS) for _ in range(2)]
 
 
@@ -84,6 +97,8 @@ class Engine:
 
     def complete(self, prompt: str, max_tokens: int = 24, timeout: float = 120) -> list[int]:
         """Greedy continuation, as token ids."""
+        if self.plan.engine == "sglang":
+            return self._generate([prompt], max_tokens, timeout)[0]
         reply = self.post(
             "/v1/completions",
             {
@@ -102,8 +117,19 @@ class Engine:
 
     def complete_all(self, texts: Sequence[str], max_tokens: int = 24) -> list[list[int]]:
         """All at once, in the order of `texts`."""
+        if self.plan.engine == "sglang":
+            return self._generate(texts, max_tokens, 300)
         with ThreadPoolExecutor(len(texts)) as pool:
             return list(pool.map(lambda text: self.complete(text, max_tokens), texts))
+
+    def _generate(self, texts: Sequence[str], max_tokens: int, timeout: float) -> list[list[int]]:
+        """SGLang: one request for all, as token ids, which reaches the scheduler in one piece. So batches form alike each
+        time, and sums come out alike; with requests of their own, stock SGLang's tokens vary.
+        """
+        sampling = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True}
+        ids = [list(text.encode()) for text in texts]
+        replies = self.post("/generate", {"input_ids": ids, "sampling_params": sampling}, timeout)
+        return [[int(t) for t in reply["output_ids"]] for reply in replies]
 
     def ps(self) -> dict[str, Any]:
         out = kvlaunch("ps", "--json")

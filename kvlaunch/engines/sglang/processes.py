@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from typing import Any
 
 from kvlaunch.engines import ranks
@@ -18,7 +20,12 @@ def install(run: RunEnv) -> None:
         CompatibilityError: the version is outside the tested window, or the hook did not take.
     """
     compat.WINDOW.check()
-    compat.hook({"sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes": ("before", _start_ranks_here)})
+    compat.hook(
+        {
+            "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes": ("before", _start_ranks_here),
+            "sglang.srt.managers.tokenizer_manager.TokenizerManager.sigterm_watchdog": ("replace", _end),
+        }
+    )
     tether(run.launcher_pid)
 
 
@@ -26,6 +33,22 @@ def _start_ranks_here(
     engine: Any, server_args: Any, port_args: Any, _run_scheduler_process: Any, **kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (engine, server_args, port_args, rank_main), kwargs
+
+
+async def _end(tokenizer_manager: Any) -> None:
+    """Ends SGLang on SIGTERM (`TokenizerManager.sigterm_watchdog`).
+
+    The launcher has let the running requests finish before. SGLang's own way looks for the signal every five seconds,
+    and then waits for its schedulers, which under pipeline parallelism do not end by themselves.
+    """
+    from sglang.srt.utils import kill_process_tree
+
+    while not tokenizer_manager.gracefully_exit:
+        await asyncio.sleep(0.1)
+    if tokenizer_manager._subprocess_watchdog is not None:
+        tokenizer_manager._subprocess_watchdog.stop()
+    kill_process_tree(os.getpid(), include_parent=False)
+    os._exit(0)
 
 
 def rank_main(server_args: Any, port_args: Any, gpu_id: int, tp_rank: int, pp_rank: int, *args: Any) -> None:

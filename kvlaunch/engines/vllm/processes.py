@@ -1,7 +1,7 @@
 """The entry points of vLLM's processes, wrapped: rank, log file, failure record, life tied to the run's.
 
-The scheduler and the workers are forked from the fork server, where no plugin has run (see `forking`), or spawned; never
-forked from one another. So each wrapper starts where the class that it wraps is still vLLM's own.
+The scheduler and the workers are forked from the fork server, where no plugin has run (see `forking`), or spawned;
+never forked from one another. So each wrapper starts where the class that it wraps is still vLLM's own.
 """
 
 from __future__ import annotations
