@@ -123,8 +123,8 @@ class Engine:
             return list(pool.map(lambda text: self.complete(text, max_tokens), texts))
 
     def _generate(self, texts: Sequence[str], max_tokens: int, timeout: float) -> list[list[int]]:
-        """SGLang: one request for all, as token ids, which reaches the scheduler in one piece. So batches form alike each
-        time, and sums come out alike; with requests of their own, stock SGLang's tokens vary.
+        """SGLang: one request for all, as token ids, which reaches the scheduler in one piece. So batches form alike
+        each time, and sums come out alike; with requests of their own, stock SGLang's tokens vary.
         """
         sampling = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True}
         ids = [list(text.encode()) for text in texts]

@@ -32,15 +32,18 @@ def test_tp2_pp2_on_cpu() -> None:
     assert [r.kv_bytes_per_token for r in made.ranks] == [2 * 2 * 64] * 4
     assert made.nodes[0].argv[:3] == (HOST.python, "-m", "sglang.launch_server")
     got = options(made)
-    assert got.items() >= {
-        "--tp-size": "2",
-        "--pp-size": "2",
-        "--device": "cpu",
-        "--page-size": "1",
-        "--max-total-tokens": str(made.kv.num_blocks - 1),
-        "--attention-backend": "torch_native",
-        "--sleep-on-idle": "",
-    }.items()
+    assert (
+        got.items()
+        >= {
+            "--tp-size": "2",
+            "--pp-size": "2",
+            "--device": "cpu",
+            "--page-size": "1",
+            "--max-total-tokens": str(made.kv.num_blocks - 1),
+            "--attention-backend": "torch_native",
+            "--sleep-on-idle": "",
+        }.items()
+    )
     env = made.nodes[0].env
     assert env["SGLANG_CPU_OMP_THREADS_BIND"] == "0|2|4|6"
     assert env["SGLANG_NCCL_SO_PATH"].startswith("/nonexistent/")
