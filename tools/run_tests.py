@@ -3,8 +3,8 @@
     python tools/run_tests.py PYTEST_ARGS...
 
 Tests marked `sglang` run in .venv/sglang, all others in .venv/vllm: the engines pin different versions and cannot share
-an interpreter. Each run ends with pytest's closing line. The last line of all has the same form and counts both runs, and
-the exit status is that of the first run that failed; a run for which no test was selected does not count.
+an interpreter. Each run ends with pytest's closing line. The last line of all has the same form and counts both runs;
+the exit status is that of the first run that failed, and a run for which no test was selected does not count.
 
 Needs nothing beyond the standard library.
 """

@@ -30,7 +30,7 @@ def test_tp2_pp2_on_cpu() -> None:
     # One KV head of 32 elements of 2 bytes: 64 tokens of keys (and as many of values) are a small page of memory.
     assert (made.kv.block_size, made.kv.blocks_per_page) == (1, 64)
     assert [r.kv_bytes_per_token for r in made.ranks] == [2 * 2 * 64] * 4
-    assert made.nodes[0].argv[:3] == (HOST.python, "-m", "sglang.launch_server")
+    assert made.nodes[0].argv[:3] == (HOST.python, "-m", "kvlaunch.engines.sglang.serve")
     got = options(made)
     assert (
         got.items()

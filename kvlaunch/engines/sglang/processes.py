@@ -6,7 +6,7 @@ import asyncio
 import os
 from typing import Any
 
-from kvlaunch.engines import ranks
+from kvlaunch.engines import forking, ranks
 from kvlaunch.engines.process import enter_rank
 from kvlaunch.engines.sglang import compat
 from kvlaunch.env import RunEnv
@@ -26,6 +26,11 @@ def install(run: RunEnv) -> None:
             "sglang.srt.managers.tokenizer_manager.TokenizerManager.sigterm_watchdog": ("replace", _end),
         }
     )
+    if (context := forking.context()) is not None:
+        from sglang.srt.entrypoints import engine
+
+        compat.WINDOW.seam(engine, "mp")
+        engine.mp = context
     tether(run.launcher_pid)
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvlaunch.plan.types import KVPlan, ModelPlan
 
 PARTITION = "SGLANG_PP_LAYER_PARTITION"
+_FORKING_SERVER = "kvlaunch.engines.sglang.serve"
 BIND = "SGLANG_CPU_OMP_THREADS_BIND"
 
 _CPU_OPTIONS: dict[str, tuple[Any, str]] = {
@@ -111,8 +112,17 @@ class SGLangRecipe(EngineRecipe):
             own |= _cpu_env(draft, notes)
         env, unset = merge_env(own, draft.config.engine.env, (PARTITION, BIND, "SGLANG_USE_CPU_ENGINE"))
         python = draft.config.engine.python or draft.host.python
-        argv = [python, "-m", "sglang.launch_server", *render(options | draft.args, negate=False)]
+        argv = [python, "-m", _server(draft, notes), *render(options | draft.args, negate=False)]
         return Command(argv=tuple(argv), env=env, unset=unset, notes=tuple(notes))
+
+
+def _server(draft: Draft, notes: list[Note]) -> str:
+    """The module that serves."""
+    if draft.device != "cpu":
+        return "sglang.launch_server"
+    why = "SGLang's own server; its processes are forked from one that has imported SGLang"
+    notes.append(Note(setting="engine.argv", value=f"-m {_FORKING_SERVER}", why=why))
+    return _FORKING_SERVER
 
 
 def _common_env(draft: Draft, model: ModelPlan) -> dict[str, str]:

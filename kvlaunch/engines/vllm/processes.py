@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from kvlaunch.engines import ranks
+from kvlaunch.engines import forking, ranks
 from kvlaunch.engines.process import FailureRecorder, enter_rank, enter_run, log_kvlaunch
-from kvlaunch.engines.vllm import compat, forking
+from kvlaunch.engines.vllm import compat
 from kvlaunch.env import RunEnv
 from kvlaunch.launch.paths import RunPaths
 from kvlaunch.launch.tether import tether
