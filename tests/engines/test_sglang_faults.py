@@ -7,7 +7,7 @@ import re
 import pytest
 
 from kvlaunch.errors import EngineError
-from tests.engines.harness import kvlaunch, launch, prompts, small
+from tests.engines.harness import kvlaunch, launch, prefix_cache, prompts, small
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -39,7 +39,8 @@ def test_a_rank_that_raises_at_start_is_the_one_that_is_named() -> None:
 def test_a_rank_without_memory_ends_the_engine_and_is_named() -> None:
     """The ranks of SGLang count alike and schedule in step: one that cannot keep up is an error, and no guess."""
     fault = "map-fails,rank=1,after=1,times=1000000"
-    with launch(*SMALL, "tp=2", "pp=1", "kv.ahead.low=0", "kv.ahead.high=0", fault=fault) as engine:
+    eager = ("kv.ahead.low=0", "kv.ahead.high=0", prefix_cache("sglang", on=False))
+    with launch(*SMALL, "tp=2", "pp=1", *eager, fault=fault) as engine:
         with pytest.raises(OSError):
             engine.complete_all(prompts(24), max_tokens=64)
         assert engine.process.wait(60) == EngineError.exit_code

@@ -31,7 +31,7 @@ TIGHT = (
     "engine=sglang",
     "pp=2",
     "kv.reserve=1280KiB",
-    "kv.cache.idle_s=1",
+    "kv.cache.idle_s=3600",  # a trimmed cache has fewer hits, other batches, and other sums than the stock one
     "engine.args.chunked_prefill_size=128",
     "engine.args.schedule_conservativeness=0.1",
 )
@@ -48,10 +48,13 @@ def test_retraction_and_chunked_prefill_give_the_tokens_of_stock_sglang(page_siz
     texts = [text * 2 for text in prompts(24)]
     with launch(*overrides, "kv=static") as static:
         expected = static.complete_all(texts, max_tokens=96)
+        static.flush()
+        assert static.complete_all(texts, max_tokens=96) == expected, "stock SGLang varies by itself"
         assert static.metric(RETRACTED) > 0, "nothing was retracted: this test would prove nothing"
     with launch(*overrides, "kv=elastic") as elastic:
         assert elastic.complete_all(texts, max_tokens=96) == expected
         assert elastic.metric(RETRACTED) > 0
+        elastic.flush()
         wait_until(elastic.at_baseline, 30, f"resident {elastic.resident_bytes()}")
         assert elastic.complete_all(texts, max_tokens=96) == expected
 
@@ -67,11 +70,13 @@ def test_a_flush_gives_the_cached_pages_back_and_the_kept_ones_stay() -> None:
 
 
 def test_kept_cache_stays_and_the_rest_goes() -> None:
-    with launch("engine=sglang", "kv.reserve=64MiB", "kv.cache.keep=1MiB", "kv.cache.idle_s=1") as engine:
+    # Pages of SGLang as large as those of memory: with smaller ones, kept tokens share theirs with free ones.
+    keep = ("kv.cache.keep=1MiB", "kv.cache.idle_s=1", "kv.block_size=32")
+    with launch("engine=sglang", "kv.reserve=64MiB", *keep) as engine:
         engine.complete_all(prompts(24), max_tokens=64)
-        keep, page = 1024 * 1024, engine.page_bytes()[0]
-        wait_until(lambda: engine.resident_bytes()[0] <= 1.5 * keep + 2 * page, 30, "the rest stays mapped")
-        assert engine.resident_bytes()[0] >= keep - page
+        kept, page = 1024 * 1024, engine.page_bytes()[0]
+        wait_until(lambda: engine.resident_bytes()[0] <= kept + 2 * page, 30, "the rest stays mapped")
+        assert engine.resident_bytes()[0] >= kept - 4 * page
 
 
 def test_memory_follows_the_live_tokens_however_many_went_through() -> None:
