@@ -2,7 +2,7 @@
 #
 #   make env      build what an engine needs, kvlaunch in it; prints the environment's folder as its last line
 #   make up       build it and serve: kvlaunch engine=$(ENGINE) $(ARGS)
-#   make test     build it, then all checks and all tests
+#   make test     build both engines' environments, then all checks and all tests, in each what belongs to it
 #   make check    lint, format, types, documentation
 #   make bench    benchmarks: a table, and JSON in benchmarks/results
 #   make docs     the documentation as a site in site/
@@ -45,7 +45,8 @@ check: env
 
 # Last, so that pytest's closing line is the last thing said.
 test: check
-	@exec $(BIN)/python -m pytest $(TESTS) $(PYTEST_ARGS)
+	@for engine in vllm sglang; do $(PYTHON) tools/env.py $$engine >/dev/null || exit; done
+	@exec $(PYTHON) tools/run_tests.py $(TESTS) $(PYTEST_ARGS)
 
 bench: env
 	@exec $(BIN)/python -m benchmarks $(BENCH_ARGS)

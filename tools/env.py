@@ -33,9 +33,8 @@ LOCKS = ROOT / "locks"
 MARKER = "kvlaunch-env.json"
 """Written last: a folder without it is an interrupted build."""
 
-ENGINES = {"vllm": ("vllm-cpu", "dev")}
+ENGINES = {"vllm": ("vllm-cpu", "dev"), "sglang": ("sglang-cpu", "dev")}
 """Engine -> its lock files. The first one names the base."""
-PLANNED = ("sglang",)
 
 
 def base_key(locks: tuple[Path, ...]) -> str:
@@ -197,9 +196,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine", nargs="?", default="vllm")
     engine = parser.parse_args().engine
-    if engine in PLANNED:
-        say(f"make env: ENGINE={engine} is not supported yet; supported: {', '.join(ENGINES)}")
-        return 2
     if engine not in ENGINES:
         say(f"make env: there is no engine {engine!r}; supported: {', '.join(ENGINES)}")
         return 2

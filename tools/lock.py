@@ -5,7 +5,8 @@
 
 pip resolves without installing (`--dry-run --report`). A file may name others to stay in step with (`-c other.txt`):
 what is pinned there is left out of it. `# leave out: NAME...` drops packages that the resolver brings in and that must
-not be installed. Needs nothing beyond the standard library and a pip of version 23 or newer.
+not be installed. `# without dependencies: NAME==VERSION...` adds packages that pip does not get to see, because what
+they ask for cannot be had or is not wanted. Needs nothing beyond the standard library and a pip of version 23 or newer.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from steps import StepError, run_step, say
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ROOT / "locks"
-ORDER = ("vllm-cpu", "dev")
+ORDER = ("vllm-cpu", "dev", "sglang-cpu")
 """A file comes after those that it stays in step with."""
 
 
@@ -37,6 +38,11 @@ def pins(path: Path) -> dict[str, str]:
     """Canonical name -> line of a lock file."""
     lines = [line.strip() for line in path.read_text().splitlines()]
     return {canonical(line.split("==")[0]): line for line in lines if line and not line.startswith("#")}
+
+
+def noted(text: str, what: str) -> list[str]:
+    """The words of all comments `# what: WORD...`."""
+    return [word for line in re.findall(rf"^# {what}: (.*)$", text, re.M) for word in line.split()]
 
 
 def own_dependencies() -> list[str]:
@@ -52,7 +58,8 @@ def resolve(name: str, python: Path) -> None:
     """
     source = LOCKS / f"{name}.in"
     text = source.read_text()
-    left_out = {canonical(word) for line in re.findall(r"^# leave out: (.*)$", text, re.M) for word in line.split()}
+    left_out = {canonical(word) for word in noted(text, "leave out")}
+    added = noted(text, "without dependencies")
     elsewhere: dict[str, str] = {}
     for other in re.findall(r"^-c (\S+)", text, re.M):
         elsewhere |= pins(LOCKS / other)
@@ -76,6 +83,7 @@ def resolve(name: str, python: Path) -> None:
         for item in found
         if canonical(item["name"]) not in left_out | elsewhere.keys()
     }
+    lines |= {canonical(line.split("==")[0]): line for line in added}
     head = f"# Written by `make lock` from {source.name}. Installed with --no-deps: this is the exact list.\n"
     target = LOCKS / f"{name}.txt"
     before = pins(target) if target.exists() else {}

@@ -24,6 +24,21 @@ def resolve_rank(plan: LaunchPlan, global_rank: int) -> RankPlan:
     return plan.ranks[global_rank]
 
 
+def rank_at(plan: LaunchPlan, *, pp_rank: int, tp_rank: int) -> RankPlan:
+    """The plan's entry for the place that an engine reports.
+
+    Raises:
+        CompatibilityError: there is no such place in the plan.
+    """
+    for rank in plan.ranks:
+        if (rank.pp_rank, rank.tp_rank) == (pp_rank, tp_rank):
+            return rank
+    raise CompatibilityError(
+        f"{plan.engine} started a rank at stage {pp_rank}, tp rank {tp_rank}, but the plan has tp={plan.tp_size}, "
+        f"pp={plan.pp_size}."
+    )
+
+
 def stage_of(plan: LaunchPlan, rank: RankPlan) -> StagePlan:
     return plan.stages[rank.pp_rank]
 

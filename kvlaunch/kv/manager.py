@@ -171,6 +171,10 @@ class KVCacheManager:
         if self._idle:
             self._leave_baseline()
 
+    def give_all(self) -> None:
+        """Take back every block that is handed out."""
+        self.give(self._pool.in_use())
+
     def step_scheduled(self) -> None:
         """A step is about to be scheduled (StepClock.step_scheduled). Raises: background errors."""
         self.steps.step_scheduled()

@@ -99,6 +99,14 @@ class PagePool:
         """Whether the block is handed out."""
         return bool(self._in_use[block_id])
 
+    def in_use(self) -> list[int]:
+        """The blocks that are handed out, ascending. O(num_blocks)."""
+        found, block_id = [], self._in_use.find(1)
+        while block_id >= 0:
+            found.append(block_id)
+            block_id = self._in_use.find(1, block_id + 1)
+        return found
+
     def take(self, n: int) -> list[int]:
         """Hand out n blocks.
 

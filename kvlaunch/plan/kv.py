@@ -15,14 +15,18 @@ if TYPE_CHECKING:
 GRANULARITY = {"cpu": 4096, "cuda": 2 * 2**20}
 """Bytes: the smallest piece of physical memory that each backend maps (a small page; cuMemCreate's granularity)."""
 
+MOST_RANGES = 32768
+"""Byte ranges of all pages of a rank in host memory, unless kv.page asks for smaller pages. Every second range that is
+mapped costs the process two mappings at worst, and the kernel's default allows it 65,530 (vm.max_map_count)."""
+
 _MIN_PAGES = 2
 """The null block's page, and one to work with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVShape:
-    """How the engine lays the KV cache out on the ranks, outermost the layers: layer l of block b starts at
-    `l * num_blocks * block_bytes + b * block_bytes`."""
+    """How the engine lays the KV cache out on the ranks, outermost the layers: a layer's blocks follow each other, keys
+    and values of a block together or in two strips of their own."""
 
     block_size: int
     """Tokens in a block."""
@@ -30,6 +34,8 @@ class KVShape:
     """Bytes of one block in one layer of a rank, keys and values; the same on every rank."""
     stage_layers: tuple[int, ...]
     """Layers that one block id covers on a rank, by pp_rank."""
+    strips_per_layer: int = 1
+    """2 where keys and values of a layer lie apart, half of the block's bytes each."""
 
     @property
     def largest(self) -> int:
@@ -38,11 +44,11 @@ class KVShape:
 
 
 def blocks_per_page(block_bytes: int, granularity: int, least_bytes: int) -> int:
-    """Blocks in the smallest page whose byte range in every layer is a multiple of `granularity`.
+    """Blocks in the smallest page whose byte range in every strip is a multiple of `granularity`.
 
     Args:
-        block_bytes: bytes of a block in one layer.
-        least_bytes: least bytes of a page in one layer, 0 for no wish.
+        block_bytes: bytes of a block in one strip.
+        least_bytes: least bytes of a page in one strip, 0 for no wish.
     """
     unit = granularity // math.gcd(granularity, block_bytes)
     wished = max(1, -(-least_bytes // block_bytes))
@@ -57,7 +63,7 @@ def plan_kv(config: KVConfig, shape: KVShape, device: Literal["cpu", "cuda"]) ->
     """
     reserve = int(config.reserve)
     granularity = GRANULARITY[device]
-    per_page = blocks_per_page(shape.block_bytes, granularity, int(config.page or 0))
+    per_page = _blocks_per_page(config, shape, device)
     page_bytes = per_page * shape.block_bytes * shape.largest
     pages = reserve // page_bytes
     if pages < _MIN_PAGES:
@@ -81,6 +87,16 @@ def plan_kv(config: KVConfig, shape: KVShape, device: Literal["cpu", "cuda"]) ->
         cache_idle_s=config.cache.idle_s,
         commit_timeout_s=config.commit_timeout_s,
     )
+
+
+def _blocks_per_page(config: KVConfig, shape: KVShape, device: Literal["cpu", "cuda"]) -> int:
+    strip_bytes = shape.block_bytes // shape.strips_per_layer
+    wished = -(-int(config.page or 0) // shape.strips_per_layer)
+    smallest = blocks_per_page(strip_bytes, GRANULARITY[device], wished)
+    if device == "cuda" or config.page is not None:
+        return smallest
+    ranges = int(config.reserve) // (smallest * strip_bytes)
+    return smallest * max(1, -(-ranges // MOST_RANGES))
 
 
 def reserve_for(tokens: int, kv: KVPlan, shape: KVShape) -> int:

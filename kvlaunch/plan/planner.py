@@ -14,7 +14,7 @@ from kvlaunch.plan.facts import ModelFacts, elastic_problem, load_facts
 from kvlaunch.plan.fit import check_pp, check_tp
 from kvlaunch.plan.host import CUDA_VISIBLE, HostFacts, declared_devices, too_few_devices, visible_devices
 from kvlaunch.plan.ids import display_name
-from kvlaunch.plan.kv import KVShape, plan_kv
+from kvlaunch.plan.kv import KVShape, blocks_per_page, plan_kv
 from kvlaunch.plan.tiny import tiny_model_dir
 from kvlaunch.plan.topology import LayerRange, Topology
 from kvlaunch.plan.types import (
@@ -230,9 +230,15 @@ def _rendezvous(config: LaunchConfig, run: str, notes: list[Note]) -> Rendezvous
 
 def _kv_notes(config: LaunchConfig, kv: KVPlan, shape: KVShape) -> list[Note]:
     page = kv.blocks_per_page * shape.block_bytes
-    why = f"the least whole number of blocks whose {page} bytes in each layer are a multiple of {kv.granularity}" + (
-        f" and reach kv.page={config.kv.page}" if config.kv.page else ""
-    )
+    least = blocks_per_page(shape.block_bytes // shape.strips_per_layer, kv.granularity, 0)
+    why = f"the least whole number of blocks whose bytes in each layer ({page}) are a multiple of {kv.granularity}"
+    if config.kv.page:
+        why += f" and reach kv.page={config.kv.page}"
+    elif kv.blocks_per_page > least:
+        why = (
+            f"{page} bytes in each layer: smaller pages of kv.reserve could need more mappings than the kernel allows "
+            "a process (vm.max_map_count)"
+        )
     notes = [Note(setting="kv.blocks_per_page", value=str(kv.blocks_per_page), why=why)]
     if kv.reserve_bytes != int(config.kv.reserve):
         why = f"whole pages within kv.reserve={int(config.kv.reserve)}, on the largest rank"

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import http.client
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,17 +46,30 @@ def prompts(count: int) -> list[str]:
 
 
 PROMPTS = prompts(24)
-SMALL = ("engine=vllm", "kv.reserve=64MiB", "kv.cache.idle_s=2")
 
 
-def overrides_of(tp: int, pp: int, prefix_caching: bool) -> list[str]:
-    return [*SMALL, f"tp={tp}", f"pp={pp}", f"engine.args.enable_prefix_caching={str(prefix_caching).lower()}"]
+def small(engine: str) -> tuple[str, ...]:
+    return (f"engine={engine}", "kv.reserve=64MiB", "kv.cache.idle_s=2")
+
+
+SMALL = small("vllm")
+
+
+def prefix_cache(engine: str, on: bool) -> str:
+    """The engine's own option that switches its prefix cache."""
+    if engine == "sglang":
+        return f"engine.args.disable_radix_cache={str(not on).lower()}"
+    return f"engine.args.enable_prefix_caching={str(on).lower()}"
+
+
+def overrides_of(engine: str, tp: int, pp: int, prefix_caching: bool) -> list[str]:
+    return [*small(engine), f"tp={tp}", f"pp={pp}", prefix_cache(engine, prefix_caching)]
 
 
 @functools.cache
-def stock_answers(tp: int, pp: int, prefix_caching: bool) -> list[list[list[int]]]:
+def stock_answers(engine: str, tp: int, pp: int, prefix_caching: bool) -> list[list[list[int]]]:
     """What the stock engine (kv=static) answers to PROMPTS, asked all at once, twice. Started once a test session."""
-    with launch(*overrides_of(tp, pp, prefix_caching), "kv=static") as static:
+    with launch(*overrides_of(engine, tp, pp, prefix_caching), "kv=static") as static:
         return [static.complete_all(PROMPTS) for _ in range(2)]
 
 
@@ -80,10 +96,12 @@ class Engine:
         )
         with urllib.request.urlopen(request, timeout=timeout) as reply:
             data = reply.read()
-        return json.loads(data) if data else None
+        return json.loads(data) if data[:1] in (b"{", b"[") else data.decode()
 
     def complete(self, prompt: str, max_tokens: int = 24, timeout: float = 120) -> list[int]:
         """Greedy continuation, as token ids."""
+        if self.plan.engine == "sglang":
+            return self._generate([prompt], max_tokens, timeout)[0]
         reply = self.post(
             "/v1/completions",
             {
@@ -102,8 +120,44 @@ class Engine:
 
     def complete_all(self, texts: Sequence[str], max_tokens: int = 24) -> list[list[int]]:
         """All at once, in the order of `texts`."""
+        if self.plan.engine == "sglang":
+            return self._generate(texts, max_tokens, 300)
         with ThreadPoolExecutor(len(texts)) as pool:
             return list(pool.map(lambda text: self.complete(text, max_tokens), texts))
+
+    def _generate(self, texts: Sequence[str], max_tokens: int, timeout: float) -> list[list[int]]:
+        """SGLang: one request for all, as token ids, which reaches the scheduler in one piece. So batches form alike
+        each time, and sums come out alike; with requests of their own, stock SGLang's tokens vary.
+        """
+        sampling = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True}
+        ids = [list(text.encode()) for text in texts]
+        replies = self.post("/generate", {"input_ids": ids, "sampling_params": sampling}, timeout)
+        return [[int(t) for t in reply["output_ids"]] for reply in replies]
+
+    def flush(self) -> None:
+        """SGLang: forget the prefix cache and every slot. Refused while it has work; an end of work takes a moment."""
+
+        def flushed() -> bool:
+            try:
+                self.post("/flush_cache", {})
+            except urllib.error.HTTPError as error:
+                if error.code != 400:
+                    raise
+                return False
+            return True
+
+        wait_until(flushed, 30, "flushed")
+
+    def metric(self, name: str) -> float:
+        """Sum of a metric over its labels, from /metrics."""
+        at = urllib.parse.urlsplit(self.url)
+        connection = http.client.HTTPConnection(str(at.hostname), at.port, timeout=30)
+        try:
+            connection.request("GET", "/metrics")
+            lines = connection.getresponse().read().decode().splitlines()
+        finally:
+            connection.close()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
     def ps(self) -> dict[str, Any]:
         out = kvlaunch("ps", "--json")
@@ -140,6 +194,47 @@ class Engine:
         if self.process.poll() is None:
             self.process.send_signal(sig)
         return self.process.wait(STOP_TIMEOUT_S)
+
+
+def tokens_of(index: int) -> int:
+    return 8 + index % 32
+
+
+def one_request(engine: Engine, index: int, give_up_after: int | None) -> bool:
+    """A streamed completion, given up after so many tokens by closing the connection. True: it was finished."""
+    at = urllib.parse.urlsplit(engine.url)
+    body = {
+        "model": engine.plan.model.name,
+        "prompt": prompts(8)[index % 8] + str(index % 50),
+        "max_tokens": tokens_of(index),
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    connection = http.client.HTTPConnection(str(at.hostname), at.port, timeout=120)
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        if give_up_after == 0:
+            return False
+        reply = connection.getresponse()
+        assert reply.status == 200
+        tokens = 0
+        while line := reply.readline():
+            tokens += line.startswith(b"data: {")
+            if give_up_after is not None and tokens >= give_up_after:
+                return False
+        return True
+    finally:
+        connection.close()
+
+
+def storm(engine: Engine, requests: int, at_once: int = 48) -> None:
+    """So many streamed requests, half of them given up by their clients at random."""
+    rng = random.Random(7)
+    limits = [rng.randrange(tokens_of(i)) if rng.random() < 0.5 else None for i in range(requests)]
+    with ThreadPoolExecutor(at_once) as pool:
+        finished = list(pool.map(lambda i: one_request(engine, i, limits[i]), range(requests)))
+    assert finished == [limit is None for limit in limits]
 
 
 def kvlaunch(*args: str, timeout: float = 60, **env: str) -> subprocess.CompletedProcess[str]:

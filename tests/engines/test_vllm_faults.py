@@ -33,7 +33,7 @@ def test_a_forgotten_stage_crashes_under_the_guard() -> None:
 
 def test_a_failed_map_is_rolled_back_everywhere_and_the_engine_serves_on() -> None:
     """Rank 3 (stage 1) refuses three maps, under load and alone."""
-    expected = stock_answers(tp=2, pp=2, prefix_caching=True)[0]
+    expected = stock_answers("vllm", tp=2, pp=2, prefix_caching=True)[0]
     fault = "map-fails,rank=3,after=3,times=6"
     with launch(*SMALL, "tp=2", "pp=2", "kv.ahead.low=0", "kv.ahead.high=0", fault=fault) as engine:
         assert engine.complete_all(prompts(24)) == expected

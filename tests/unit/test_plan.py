@@ -71,6 +71,7 @@ def qwen3_8b(**changes: Any) -> ModelConfig:
 def config(
     model: ModelConfig | None = None,
     *,
+    engine: str = "vllm",
     device: str = "cpu",
     mode: str = "elastic",
     kv: dict[str, Any] | None = None,
@@ -79,7 +80,7 @@ def config(
     **root: Any,
 ) -> LaunchConfig:
     return LaunchConfig(
-        engine=EngineConfig(name=EngineName.vllm, args=args or {}, env=env or {}),
+        engine=EngineConfig(name=EngineName(engine), args=args or {}, env=env or {}),
         model=model or tiny(),
         kv=KVConfig(mode=KVModeName(mode), **({"reserve": 2**31} | (kv or {}))),
         device=DeviceConfig(name=DeviceName(device)),
@@ -104,7 +105,7 @@ def noted(plan: LaunchPlan) -> dict[str, str]:
 
 
 def test_tp2_pp2_on_cpu() -> None:
-    made = plan(tp=2, pp=2)
+    made = plan(tp=2, pp=2, kv={"reserve": 128 * MIB})
     assert (made.world_size, made.device, made.engine_python) == (4, "cpu", "/env/bin/python")
     assert [(r.global_rank, r.pp_rank, r.tp_rank, r.layers) for r in made.ranks] == [
         (0, 0, 0, (0, 1)),
@@ -129,7 +130,7 @@ def test_tp2_pp2_on_cpu() -> None:
         "--pipeline-parallel-size": "2",
         "--distributed-executor-backend": "mp",
         "--block-size": "32",
-        "--num-gpu-blocks-override": str(2**31 // 8192),
+        "--num-gpu-blocks-override": str(128 * MIB // 8192),
         "--kv-cache-memory-bytes": "8192",
         "--compilation-config": '{"mode": 2, "backend": "eager"}',
     }

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlaunch.config.schema import EngineName, KVConfig, KVModeName
+from kvlaunch.config.schema import KVConfig, KVModeName
+from kvlaunch.engines.options import render
 from kvlaunch.engines.vllm.layout import layers_per_block
-from kvlaunch.engines.vllm.options import render
 from kvlaunch.errors import PlanError
 from kvlaunch.plan.facts import ModelFacts
 from kvlaunch.plan.host import HostFacts
-from kvlaunch.plan.kv import KVShape, blocks_per_page, plan_kv
+from kvlaunch.plan.kv import MOST_RANGES, KVShape, blocks_per_page, plan_kv
 from kvlaunch.plan.planner import make_plan
 from kvlaunch.plan.topology import even_layers
 from tests.unit.test_plan import HOST, config, options, plan, qwen3_8b, tiny
@@ -43,16 +43,21 @@ def test_blocks_fill_whole_pages_within_the_reserve(
     block_size: int, token_bytes: int, layers: list[int], reserve: int
 ) -> None:
     shape = KVShape(block_size=block_size, block_bytes=block_size * token_bytes, stage_layers=tuple(layers))
-    page = blocks_per_page(shape.block_bytes, 4096, 0) * shape.block_bytes * max(layers)
+    smallest = blocks_per_page(shape.block_bytes, 4096, 0)
+    page = smallest * shape.block_bytes * max(layers)
     wanted = KVConfig(mode=KVModeName.elastic, reserve=reserve)
     if reserve < 2 * page:
         with pytest.raises(PlanError, match=f"kv.reserve={reserve} holds {reserve // page} pages"):
             plan_kv(wanted, shape, "cpu")
         return
     kv = plan_kv(wanted, shape, "cpu")
+    ranges = kv.num_blocks // kv.blocks_per_page * max(layers)
+    assert ranges <= MOST_RANGES
+    assert kv.blocks_per_page == smallest or ranges > MOST_RANGES // 4
+    assert kv.blocks_per_page % smallest == 0
     assert kv.num_blocks % kv.blocks_per_page == 0
     assert kv.reserve_bytes == kv.num_blocks * shape.block_bytes * max(layers)
-    assert reserve - page < kv.reserve_bytes <= reserve
+    assert reserve - kv.blocks_per_page // smallest * page < kv.reserve_bytes <= reserve
 
 
 def test_a_larger_page_is_made_on_demand() -> None:
@@ -168,7 +173,7 @@ def test_a_skipped_warm_up_is_refused_where_stages_need_it(option: str) -> None:
 
 def test_options_as_the_command_line_wants_them() -> None:
     given_options = {"a_b": 1, "flag": True, "off": False, "none": None, "j": {"k": [1]}, "many": ["x", 2], "f": 0.5}
-    assert render(given_options) == [
+    assert render(given_options, negate=True) == [
         *("--a-b", "1", "--flag", "--no-off", "--j", '{"k": [1]}', "--many", "x", "2", "--f", "0.5"),
     ]
 
@@ -190,13 +195,6 @@ def test_several_hosts_are_not_supported_yet() -> None:
     wanted = config(tp=2, nnodes=2)
     wanted.rdzv.endpoint = "a:1"
     with pytest.raises(PlanError, match="across hosts is not supported yet"):
-        make_plan(wanted, run="r", host=HOST)
-
-
-def test_sglang_is_not_supported_yet() -> None:
-    wanted = config()
-    wanted.engine.name = EngineName.sglang
-    with pytest.raises(PlanError, match="SGLang engine is not supported yet"):
         make_plan(wanted, run="r", host=HOST)
 
 

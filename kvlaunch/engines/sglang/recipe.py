@@ -1,34 +1,159 @@
-"""SGLang in a plan: not yet."""
+"""SGLang in a plan: what it can do, how it lays out the KV cache, and how it is started. Imports nothing of SGLang."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from kvlaunch.engines.base import Command, Draft, EngineRecipe
+from kvlaunch.engines.base import Command, Draft, EngineRecipe, merge_env
+from kvlaunch.engines.options import kv_dtype_bytes, render
+from kvlaunch.engines.sglang.options import KV_DTYPE_BYTES, RULES
 from kvlaunch.errors import PlanError
+from kvlaunch.plan.kv import KVShape, capacity_tokens
+from kvlaunch.plan.topology import LayerRange, layers_from_counts
+from kvlaunch.plan.types import Note
 
 if TYPE_CHECKING:
-    from kvlaunch.plan.kv import KVShape
-    from kvlaunch.plan.topology import LayerRange
     from kvlaunch.plan.types import KVPlan, ModelPlan
+
+PARTITION = "SGLANG_PP_LAYER_PARTITION"
+_FORKING_SERVER = "kvlaunch.engines.sglang.serve"
+BIND = "SGLANG_CPU_OMP_THREADS_BIND"
+
+_CPU_OPTIONS: dict[str, tuple[Any, str]] = {
+    "attention_backend": ("torch_native", "PyTorch's own kernels: SGLang's CPU kernels are in no public package"),
+    "sampling_backend": ("pytorch", "the others are for GPUs"),
+    "grammar_backend": ("none", "constrained output is left out unless it is asked for"),
+    "mem_fraction_static": (0.9, "kv.reserve says how large the KV cache is, and not what is free at start"),
+    "sleep_on_idle": (True, "an idle rank would keep a CPU busy by asking for requests"),
+    "skip_server_warmup": (True, "readiness is a completion of kvlaunch's own"),
+}
+"""Options on the CPU: value, and why."""
 
 
 class SGLangRecipe(EngineRecipe):
+    """SGLang's recipe. Rules and defaults are those of SGLang 0.5.23."""
+
     name = "sglang"
-    versions = ""
+    versions = ">=0.5.23,<0.5.24"
 
     def check(self, draft: Draft) -> None:
-        _refuse()
+        if draft.topology.nnodes > 1:
+            raise PlanError(
+                f"nnodes={draft.topology.nnodes}: SGLang across hosts is not supported yet.", hint="Use nnodes=1."
+            )
+        elastic = draft.config.kv.mode.value == "elastic"
+        RULES.check(draft.args, elastic=elastic)
+        if elastic and draft.device == "cuda":
+            raise PlanError(
+                "kv=elastic does not work with engine=sglang on device=cuda yet.", hint="Use kv=static, or device=cpu."
+            )
+        if elastic and draft.facts.sliding_layers:
+            raise PlanError(
+                f"kv=elastic: {draft.facts.name} has layers with a sliding window, for which SGLang keeps a pool of "
+                "another kind.",
+                hint="Use kv=static.",
+            )
 
     def layers(self, draft: Draft) -> tuple[LayerRange, ...]:
-        _refuse()
+        """SGLang's rule (get_pp_indices in sglang/srt/distributed/utils.py): what is left over goes to the last stages,
+        one layer each."""
+        pp_size, num_layers = draft.topology.pp_size, draft.facts.num_layers
+        given = draft.config.engine.env.get(PARTITION)
+        if given is None or pp_size == 1:
+            base, extra = divmod(num_layers, pp_size)
+            return layers_from_counts([base + (stage >= pp_size - extra) for stage in range(pp_size)])
+        counts = [int(part) if part.strip().isdigit() else 0 for part in given.split(",")]
+        if len(counts) != pp_size or sum(counts) != num_layers or min(counts) < 1:
+            raise PlanError(
+                f"engine.env.{PARTITION}={given} must list pp={pp_size} numbers of layers, each at least 1, that sum "
+                f"to num_hidden_layers={num_layers} ({draft.facts.name})."
+            )
+        return layers_from_counts(counts)
 
     def kv_shape(self, draft: Draft, split: tuple[LayerRange, ...]) -> KVShape:
-        _refuse()
+        facts = draft.facts
+        token_bytes = facts.kv_bytes_per_token_layer(
+            draft.topology.kv_heads_per_rank(facts.num_kv_heads),
+            kv_dtype_bytes(draft.args, facts.dtype_bytes, KV_DTYPE_BYTES),
+        )
+        block_size = draft.config.kv.block_size or 1
+        return KVShape(
+            block_size=block_size,
+            block_bytes=token_bytes * block_size,
+            stage_layers=tuple(last - first + 1 for first, last in split),
+            strips_per_layer=2,
+        )
 
     def command(self, draft: Draft, *, node_rank: int, model: ModelPlan, kv: KVPlan, shape: KVShape) -> Command:
-        _refuse()
+        notes: list[Note] = []
+        if draft.config.kv.block_size is None:
+            notes.append(Note(setting="kv.block_size", value=str(kv.block_size), why="SGLang's default page_size"))
+        options: dict[str, Any] = {
+            "model_path": model.path,
+            "served_model_name": model.name,
+            "host": draft.config.server.host,
+            "port": draft.config.server.port,
+            "dtype": model.dtype,
+            "device": draft.device,
+            "tp_size": draft.topology.tp_size,
+            "pp_size": draft.topology.pp_size,
+            "page_size": kv.block_size,
+            # Slot 0 (page 0 of several tokens), where padded tokens are written, is not among them.
+            "max_total_tokens": capacity_tokens(kv),
+            # The launcher asks it how many requests are in work before it ends the engine.
+            "enable_metrics": True,
+        }
+        own = _common_env(draft, model)
+        if draft.device == "cpu":
+            for name, (value, why) in _CPU_OPTIONS.items():
+                if name not in draft.args:
+                    options[name] = value
+                    notes.append(Note(setting=f"engine.args.{name}", value=str(value), why=why))
+            own |= _cpu_env(draft, notes)
+        env, unset = merge_env(own, draft.config.engine.env, (PARTITION, BIND, "SGLANG_USE_CPU_ENGINE"))
+        python = draft.config.engine.python or draft.host.python
+        argv = [python, "-m", _server(draft, notes), *render(options | draft.args, negate=False)]
+        return Command(argv=tuple(argv), env=env, unset=unset, notes=tuple(notes))
 
 
-def _refuse() -> NoReturn:
-    raise PlanError("engine=sglang: the SGLang engine is not supported yet.", hint="Use engine=vllm.")
+def _server(draft: Draft, notes: list[Note]) -> str:
+    """The module that serves."""
+    if draft.device != "cpu":
+        return "sglang.launch_server"
+    why = "SGLang's own server; its processes are forked from one that has imported SGLang"
+    notes.append(Note(setting="engine.argv", value=f"-m {_FORKING_SERVER}", why=why))
+    return _FORKING_SERVER
+
+
+def _common_env(draft: Draft, model: ModelPlan) -> dict[str, str]:
+    env = {
+        # kvlaunch's plugin alone: others could patch what the elastic cache relies on.
+        "SGLANG_PLUGINS": "kvlaunch",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        # SGLang's modules warn of every kind of kernel that this device does not have.
+        "PYTHONWARNINGS": "ignore",
+    }
+    if draft.topology.nnodes == 1:
+        # Ranks of one host meet on the loopback, whatever the host's name resolves to.
+        env |= {"SGLANG_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    if model.path.startswith("/"):
+        env["HF_HUB_OFFLINE"] = "1"
+    return env
+
+
+def _cpu_env(draft: Draft, notes: list[Note]) -> dict[str, str]:
+    """Threads of the ranks on this node, and no NCCL: the CUDA build of torch would bring one, for CPU tensors too."""
+    local, cpus = draft.topology.ranks_per_node, draft.host.cpus
+    threads = max(1, cpus // local)
+    env = {"OMP_NUM_THREADS": str(threads)}
+    notes.append(Note(setting="engine.env.OMP_NUM_THREADS", value=str(threads), why=f"{cpus} CPUs over {local} ranks"))
+    if local > 1:
+        env["SGLANG_NCCL_SO_PATH"] = "/nonexistent/kvlaunch-no-nccl"
+    if local > draft.host.numa_nodes:
+        env[BIND] = "|".join(str(rank * cpus // local) for rank in range(local))
+        why = (
+            f"{local} ranks are more than {draft.host.numa_nodes} NUMA node(s), and SGLang refuses those without a list"
+        )
+        notes.append(Note(setting=f"engine.env.{BIND}", value=env[BIND], why=why))
+    return env

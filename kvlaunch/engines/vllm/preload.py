@@ -1,5 +1,15 @@
-"""Imported by the fork server, and by nothing else: multiprocessing takes the name of a module."""
+"""Imported by vLLM's fork server, and by nothing else: multiprocessing takes the name of a module."""
 
-from kvlaunch.engines.vllm.forking import preload
+from kvlaunch.engines import forking
 
-preload()
+forking.preload(
+    (
+        "vllm.v1.engine.core",
+        "vllm.v1.executor.multiproc_executor",
+        "vllm.v1.worker.cpu_worker",
+        "kvlaunch.engines.vllm.processes",
+        "kvlaunch.engines.vllm.scheduler",
+        "kvlaunch.engines.vllm.block_pool",
+        "kvlaunch.engines.vllm.worker",
+    )
+)

@@ -6,8 +6,9 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from kvlaunch.engines.base import Command, Draft, EngineRecipe, merge_env
+from kvlaunch.engines.options import kv_dtype_bytes, render
 from kvlaunch.engines.vllm import layout
-from kvlaunch.engines.vllm.options import check_options, kv_dtype_bytes, render
+from kvlaunch.engines.vllm.options import KV_DTYPE_BYTES, check_options
 from kvlaunch.errors import PlanError
 from kvlaunch.plan.kv import KVShape, capacity_tokens, reserve_for
 from kvlaunch.plan.topology import LayerRange, even_layers, layers_from_counts
@@ -65,7 +66,8 @@ class VLLMRecipe(EngineRecipe):
     def kv_shape(self, draft: Draft, split: tuple[LayerRange, ...]) -> KVShape:
         facts = draft.facts
         token_bytes = facts.kv_bytes_per_token_layer(
-            draft.topology.kv_heads_per_rank(facts.num_kv_heads), kv_dtype_bytes(draft.args, facts.dtype_bytes)
+            draft.topology.kv_heads_per_rank(facts.num_kv_heads),
+            kv_dtype_bytes(draft.args, facts.dtype_bytes, KV_DTYPE_BYTES),
         )
         block_size = draft.config.kv.block_size or layout.default_block_size(draft.device, token_bytes)
         return KVShape(
@@ -111,7 +113,7 @@ class VLLMRecipe(EngineRecipe):
             {**_common_env(draft, model), **own}, draft.config.engine.env, (PARTITION, "VLLM_CPU_KVCACHE_SPACE")
         )
         python = draft.config.engine.python or draft.host.python
-        argv = [python, "-m", _server(draft, notes), *render(options), *render(draft.args)]
+        argv = [python, "-m", _server(draft, notes), *render(options | draft.args, negate=True)]
         return Command(argv=tuple(argv), env=env, unset=unset, notes=tuple(notes))
 
 

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvlaunch.engines import faults
+from kvlaunch.engines.rank_kv import settings_of
 from kvlaunch.engines.vllm import compat
 from kvlaunch.env import RunEnv
 from kvlaunch.errors import CompatibilityError
 from kvlaunch.kv.ipc.client import ZmqChannel
 from kvlaunch.kv.manager import KVCacheManager
-from kvlaunch.kv.settings import KVSettings
 from kvlaunch.launch.paths import RunPaths
 from kvlaunch.launch.state import write_atomically
 from kvlaunch.plan.types import LaunchPlan
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from kvlaunch.engines.vllm.block_pool import ElasticBlockPool
-
-IDLE_S = 0.5
-"""Seconds without an allocation after which pages mapped ahead go back."""
 
 
 class SchedulerHooks:
@@ -81,14 +77,7 @@ class SchedulerHooks:
         )
         self._manager = KVCacheManager(
             world_size=plan.world_size,
-            settings=KVSettings(
-                num_blocks=kv.num_blocks,
-                blocks_per_page=kv.blocks_per_page,
-                ahead_low=kv.ahead_low,
-                ahead_high=kv.ahead_high,
-                commit_timeout_s=kv.commit_timeout_s,
-                idle_s=0.0 if faults.unmaps_eagerly(self._run.fault) else IDLE_S,
-            ),
+            settings=settings_of(kv, self._run.fault),
             channel=channel,
             wake=self._wake,
         )

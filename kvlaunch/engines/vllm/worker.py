@@ -1,47 +1,28 @@
-"""The worker side of the elastic KV cache: a reserved region in place of the buffer, and its listener or peer."""
+"""The worker side of the elastic KV cache: a reserved region in place of vLLM's buffer."""
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from kvlaunch.engines import faults, ranks
+from kvlaunch.engines.rank_kv import RankKV
 from kvlaunch.engines.vllm import compat
 from kvlaunch.env import RunEnv
 from kvlaunch.errors import CompatibilityError
-from kvlaunch.events import Phase, emit
 from kvlaunch.kv.geometry import BlockGeometry
-from kvlaunch.kv.ipc.listener import StageListener
-from kvlaunch.kv.ipc.peer import StagePeer
-from kvlaunch.kv.memory.base import MemoryBackend, Region
-from kvlaunch.kv.memory.host import HostBackend
-from kvlaunch.kv.rank import RankMemory
-from kvlaunch.launch.paths import RunPaths
 from kvlaunch.plan.types import LaunchPlan, RankPlan
 
 if TYPE_CHECKING:
     import torch
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-log = logging.getLogger("kvlaunch.vllm")
-
-CONNECT_TIMEOUT_S = 60.0
-"""Ranks of a stage reserve their memory within seconds of each other; a slow machine gets a minute."""
-
 
 class WorkerHooks:
     """What one worker process of a run carries beside vLLM's own."""
 
     def __init__(self, run: RunEnv, plan: LaunchPlan, rank: RankPlan) -> None:
-        self._run = run
         self._plan = plan
         self._rank = rank
-        self._paths = RunPaths(run.run_dir)
-        self._faults = faults.faults_of(run.fault, rank)
-        self._service: StageListener | StagePeer | None = None
-        self._region: Region | None = None
+        self._kv = RankKV(run, plan, rank, commits=True)
 
     def install(self) -> None:
         from vllm.v1.worker import gpu_model_runner, gpu_worker
@@ -51,8 +32,7 @@ class WorkerHooks:
 
         def load_model_and_tell(worker: Any, *args: Any, **kwargs: Any) -> None:
             load_model(worker, *args, **kwargs)
-            faults.raise_at(self._faults, "weights")
-            self._tell("weights")
+            self._kv.weights_loaded()
 
         gpu_worker.Worker.load_model = load_model_and_tell
         if self._plan.kv.mode != "elastic":
@@ -78,7 +58,7 @@ class WorkerHooks:
             return {}
         compat.refuse_unsupported_cache(config)
         self._check_rank()
-        buffer = self._reserve(self._geometry(config))
+        buffer = self._kv.reserve(self._geometry(config))
         caches: dict[str, torch.Tensor] = {}
         for tensor in config.kv_cache_tensors:
             name = tensor.layers[0]
@@ -91,13 +71,11 @@ class WorkerHooks:
                 buffer, spec, config.num_blocks, layout, tensor, kernel_block_size=kernel_block_size
             )
             caches.update(zip(tensor.layers, views, strict=True))
-        self._tell("kv", self._about_memory())
+        self._kv.tell_memory()
         return caches
 
     def close(self) -> None:
-        """Stop answering. The region stays until the process ends: the engine's tensors lie in it."""
-        if self._service is not None:
-            self._service.close()
+        self._kv.close()
 
     def _check_rank(self) -> None:
         """Raises CompatibilityError where vLLM placed this rank otherwise than the plan."""
@@ -130,59 +108,3 @@ class WorkerHooks:
             blocks_per_page=kv.blocks_per_page,
             granularity=kv.granularity,
         )
-
-    def _backend(self) -> MemoryBackend:
-        if self._plan.device == "cpu":
-            return HostBackend(guard=self._plan.kv.guard)
-        from kvlaunch.kv.memory.cuda import CudaBackend
-
-        return CudaBackend(device=int(self._rank.device.rpartition(":")[2]))
-
-    def _reserve(self, geometry: BlockGeometry) -> torch.Tensor:
-        region = self._backend().reserve(geometry.region_bytes)
-        self._region = region
-        memory = RankMemory(
-            faults.forgetful(region) if faults.leaves_unmapped(self._faults) else region,
-            geometry,
-            global_rank=self._rank.global_rank,
-            pp_rank=self._rank.pp_rank,
-            tp_rank=self._rank.tp_rank,
-            run=self._run.run,
-            epoch=self._run.epoch,
-            fault=faults.request_fault(self._faults),
-        )
-        stage = ranks.stage_of(self._plan, self._rank)
-        peer_path = self._paths.peer_socket(stage.pp_rank)
-        if self._rank.global_rank == stage.leader:
-            listener = StageListener(
-                memory,
-                endpoint=stage.endpoint,
-                peer_path=peer_path,
-                peers=[r for r in stage.ranks if r != stage.leader],
-                peer_timeout_s=self._plan.kv.commit_timeout_s / 2,
-            )
-            self._service = listener
-            listener.start()
-            listener.wait_ready(CONNECT_TIMEOUT_S)
-        else:
-            self._service = StagePeer(memory, peer_path=peer_path, connect_timeout_s=CONNECT_TIMEOUT_S)
-            self._service.start()
-        log.info("KV cache: %d bytes of address space, %d pages", geometry.region_bytes, geometry.num_pages)
-        return region.tensor()
-
-    def _about_memory(self) -> str:
-        """JSON detail of the `kv` event: where this rank's region lies, and which listener speaks for it."""
-        if self._region is None:
-            return ""
-        stage = ranks.stage_of(self._plan, self._rank)
-        about = {
-            "address": self._region.address,
-            "nbytes": self._region.nbytes,
-            "exported": ranks.exported(),
-            "listener": stage.endpoint,
-            "listens": self._rank.global_rank == stage.leader,
-        }
-        return msgspec.json.encode(about).decode()
-
-    def _tell(self, phase: Phase, detail: str = "") -> None:
-        emit(self._paths.events, phase, rank=self._rank.global_rank, detail=detail)

@@ -53,6 +53,7 @@ class StageListener:
         peer_timeout_s: seconds that an operation may take inside the stage, taking back included. Make it at most half
             of the requesters' deadline, so that they learn which rank it was.
         on_limit: called with the new limit (pages, or None) for SetLimit; without it such requests are refused.
+        commits: False refuses Map, Unmap and Undo: the ranks have managers of their own.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class StageListener:
         peers: Sequence[int],
         peer_timeout_s: float = 2.0,
         on_limit: Callable[[int | None], None] | None = None,
+        commits: bool = True,
     ) -> None:
         if not endpoint.startswith(_IPC):
             raise ValueError(f"endpoint {endpoint!r}: must be {_IPC}<path>")
@@ -75,6 +77,7 @@ class StageListener:
         self._peer_path = peer_path
         self._peers = tuple(peers)
         self._on_limit = on_limit
+        self._commits = commits
         self._stage = Stage(rank, peers=peers, timeout_s=peer_timeout_s)
         self._requesters: list[tuple[Link, threading.Thread]] = []
         self._serving = threading.Lock()
@@ -191,6 +194,9 @@ class StageListener:
         with self._serving:
             if isinstance(request, State | SetLimit):
                 return wire.encode(self._inform(request, raw))
+            if not self._commits:
+                reason = f"the ranks of stage {rank.pp_rank} map and unmap by themselves"
+                return wire.encode(Refused(seq=request.seq, reason=reason))
             return self._operate(request, raw)
 
     def _operate(self, request: Map | Unmap | Undo, raw: bytes) -> bytes:

@@ -1,22 +1,21 @@
-"""vLLM's processes forked from one that has imported vLLM, in place of each importing it anew.
+"""An engine's processes forked from one that has imported the engine, in place of each importing it anew.
 
-The API process (`serve`) starts one fork server, which imports what every process of vLLM needs while the API process
-does the same. The scheduler and the workers are forked from it. It registers no plugin, runs no second thread and
-enters no parallel region, so a child of it is what a fresh interpreter is after the same imports. Where a process must
-be a fresh one, or the fork server is not what it should be, it is spawned as vLLM does it on the CPU.
+The API process starts one fork server, which imports what every process of the engine needs while the API process does
+the same. The engine's other processes are forked from it. It registers no plugin, runs no second thread and enters no
+parallel region, so a child of it is what a fresh interpreter is after the same imports. Where a process must be a fresh
+one, or the fork server is not what it should be, it is spawned as the engine does it by itself.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
-import importlib.util
 import logging
 import multiprocessing
 import os
-import platform
 import signal
 import time
+from collections.abc import Sequence
 from multiprocessing import forkserver, popen_forkserver, popen_spawn_posix
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess, current_process
@@ -26,17 +25,7 @@ from typing import Any
 from kvlaunch.launch.linux import set_parent_death_signal
 from kvlaunch.launch.state import write_atomically
 
-log = logging.getLogger("kvlaunch.vllm")
-
-PRELOADED = (
-    "vllm.v1.engine.core",
-    "vllm.v1.executor.multiproc_executor",
-    "vllm.v1.worker.cpu_worker",
-    "kvlaunch.engines.vllm.processes",
-    "kvlaunch.engines.vllm.scheduler",
-    "kvlaunch.engines.vllm.block_pool",
-    "kvlaunch.engines.vllm.worker",
-)
+log = logging.getLogger("kvlaunch.forking")
 
 AT_LOAD = ("LD_PRELOAD", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_")
 """Prefixes of variables that are read once, when a program or a library is loaded."""
@@ -66,12 +55,14 @@ class _Server:
         deadline = time.monotonic() + PRELOAD_TIMEOUT_S
         while not self.told.exists():
             if not self._alive() or time.monotonic() > deadline:
-                log.warning("the fork server did not come up: vLLM's processes are spawned, which takes longer")
+                log.warning("the fork server did not come up: the engine's processes are spawned, which takes longer")
                 return False
             time.sleep(0.01)
         threads = int(self.told.read_text())
         if threads > 1:
-            log.warning("the fork server has %d threads: vLLM's processes are spawned, which takes longer", threads)
+            log.warning(
+                "the fork server has %d threads: the engine's processes are spawned, which takes longer", threads
+            )
         return threads == 1
 
     @staticmethod
@@ -84,14 +75,13 @@ _here: list[_Server] = []
 """The fork server of this process, if there is one."""
 
 
-def start(folder: Path) -> None:
+def start(folder: Path, module: str) -> None:
     """Start the fork server. To be called from the main thread: the fork server ends with it.
 
     Args:
         folder: for its socket and its note. The path must be short enough for a socket.
+        module: name of a module that calls `preload` when it is imported; nothing else may import it.
     """
-    if "LD_PRELOAD" not in os.environ and (gomp := _torch_libgomp()):
-        os.environ["LD_PRELOAD"] = gomp
     server = _Server(folder / "forkserver")
     server.told.unlink(missing_ok=True)  # by the engine before a restart
     # Where multiprocessing puts its sockets. TMPDIR may be too long for one, and nobody sweeps it after a kill.
@@ -100,7 +90,7 @@ def start(folder: Path) -> None:
     threads = os.environ.get(THREADS)
     os.environ[THREADS] = "1"
     try:
-        multiprocessing.set_forkserver_preload([f"{__package__}.preload"])
+        multiprocessing.set_forkserver_preload([module])
         forkserver.ensure_running()
     finally:
         del os.environ[_NOTE], os.environ[THREADS]
@@ -109,8 +99,8 @@ def start(folder: Path) -> None:
     _here.append(server)
 
 
-def preload() -> None:
-    """In the fork server: import everything, and become ready."""
+def preload(modules: Sequence[str]) -> None:
+    """In the fork server: import these modules, and become ready."""
     import setproctitle
 
     parent = os.getppid()
@@ -120,7 +110,7 @@ def preload() -> None:
     server = _Server(Path(os.environ.pop(_NOTE)))
     # First: it finds the title only while the environment is where the kernel has put it.
     setproctitle.setproctitle("kvlaunch::ForkServer")
-    for name in PRELOADED:
+    for name in modules:
         importlib.import_module(name)
     # The children ask this same fork server for children of their own; multiprocessing would start another.
     forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
@@ -168,19 +158,12 @@ class _Process(BaseProcess):
 class _Context(ForkServerContext):
     Process = _Process  # type: ignore[assignment]
 
+    def set_start_method(self, method: str | None, force: bool = False) -> None:
+        """Nothing: an engine that chooses for all of its process gets this context all the same."""
+
 
 _NOTE = "KVLAUNCH_FORKSERVER"
 
 
 def _at_load() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith(AT_LOAD) and name != THREADS}
-
-
-def _torch_libgomp() -> str | None:
-    """What vLLM preloads in its processes on the CPU (check_and_update_config in vllm/platforms/cpu.py)."""
-    torch = importlib.util.find_spec("torch")
-    if torch is None or not torch.submodule_search_locations or platform.machine() != "x86_64":
-        return None
-    folder = Path(torch.submodule_search_locations[0])
-    found = [*(folder.parent / "torch.libs").glob("libgomp*.so*"), *(folder / "lib").glob("libgomp*.so*")]
-    return str(found[0]) if found else None

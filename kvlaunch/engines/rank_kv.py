@@ -1,0 +1,143 @@
+"""The KV memory of one rank inside an engine: reserved address space, and the listener or peer that speaks for it."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvlaunch.engines import faults, ranks
+from kvlaunch.env import RunEnv
+from kvlaunch.events import Phase, emit
+from kvlaunch.kv.geometry import BlockGeometry
+from kvlaunch.kv.ipc.listener import StageListener
+from kvlaunch.kv.ipc.peer import StagePeer
+from kvlaunch.kv.memory.base import MemoryBackend
+from kvlaunch.kv.memory.host import HostBackend
+from kvlaunch.kv.rank import RankMemory
+from kvlaunch.kv.settings import KVSettings
+from kvlaunch.launch.paths import RunPaths
+from kvlaunch.plan.types import KVPlan, LaunchPlan, RankPlan
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger("kvlaunch.rank")
+
+CONNECT_TIMEOUT_S = 60.0
+"""Ranks of a stage reserve their memory within seconds of each other; a slow machine gets a minute."""
+
+
+IDLE_S = 0.5
+"""Seconds without an allocation after which pages mapped ahead go back."""
+
+
+def settings_of(kv: KVPlan, fault: str) -> KVSettings:
+    """What the plan says to a KVCacheManager."""
+    return KVSettings(
+        num_blocks=kv.num_blocks,
+        blocks_per_page=kv.blocks_per_page,
+        ahead_low=kv.ahead_low,
+        ahead_high=kv.ahead_high,
+        commit_timeout_s=kv.commit_timeout_s,
+        idle_s=0.0 if faults.unmaps_eagerly(fault) else IDLE_S,
+    )
+
+
+class RankKV:
+    """Reserves a rank's region, and tells the run about the rank's progress.
+
+    Args:
+        commits: whether the stage's listener takes Map and Unmap, for a manager elsewhere. False: the rank's own
+            manager maps and unmaps, and the listener only says what is mapped.
+    """
+
+    def __init__(self, run: RunEnv, plan: LaunchPlan, rank: RankPlan, *, commits: bool) -> None:
+        self.run = run
+        self.plan = plan
+        self.rank = rank
+        self.faults = faults.faults_of(run.fault, rank)
+        self.memory: RankMemory | None = None
+        self._commits = commits
+        self._paths = RunPaths(run.run_dir)
+        self._service: StageListener | StagePeer | None = None
+
+    def weights_loaded(self) -> None:
+        """To be called when the rank has loaded its weights."""
+        faults.raise_at(self.faults, "weights")
+        self.tell("weights")
+
+    def reserve(self, geometry: BlockGeometry) -> torch.Tensor:
+        """Reserve the region, map the null block's page, and serve the stage.
+
+        Returns:
+            The flat int8 tensor over the whole region.
+
+        Raises:
+            MemoryMapError: no address space, or no memory for the null block's page.
+            KVCommitError: a rank of the stage did not join its leader in time.
+        """
+        region = self._backend().reserve(geometry.region_bytes)
+        self.memory = RankMemory(
+            faults.forgetful(region) if faults.leaves_unmapped(self.faults) else region,
+            geometry,
+            global_rank=self.rank.global_rank,
+            pp_rank=self.rank.pp_rank,
+            tp_rank=self.rank.tp_rank,
+            run=self.run.run,
+            epoch=self.run.epoch,
+            fault=faults.request_fault(self.faults),
+        )
+        self._serve(self.memory)
+        log.info("KV cache: %d bytes of address space, %d pages", geometry.region_bytes, geometry.num_pages)
+        return region.tensor()
+
+    def tell(self, phase: Phase, detail: str = "") -> None:
+        emit(self._paths.events, phase, rank=self.rank.global_rank, detail=detail)
+
+    def tell_memory(self) -> None:
+        """The `kv` event. Its detail is JSON: where this rank's region lies, and which listener speaks for it."""
+        if self.memory is None:
+            self.tell("kv")
+            return
+        stage = ranks.stage_of(self.plan, self.rank)
+        about = {
+            "address": self.memory.region.address,
+            "nbytes": self.memory.region.nbytes,
+            "exported": ranks.exported(),
+            "listener": stage.endpoint,
+            "listens": self.rank.global_rank == stage.leader,
+        }
+        self.tell("kv", msgspec.json.encode(about).decode())
+
+    def close(self) -> None:
+        """Stop answering. The region stays until the process ends: the engine's tensors lie in it."""
+        if self._service is not None:
+            self._service.close()
+
+    def _backend(self) -> MemoryBackend:
+        if self.plan.device == "cpu":
+            return HostBackend(guard=self.plan.kv.guard)
+        from kvlaunch.kv.memory.cuda import CudaBackend
+
+        return CudaBackend(device=int(self.rank.device.rpartition(":")[2]))
+
+    def _serve(self, memory: RankMemory) -> None:
+        stage = ranks.stage_of(self.plan, self.rank)
+        peer_path = self._paths.peer_socket(stage.pp_rank)
+        if self.rank.global_rank == stage.leader:
+            listener = StageListener(
+                memory,
+                endpoint=stage.endpoint,
+                peer_path=peer_path,
+                peers=[r for r in stage.ranks if r != stage.leader],
+                peer_timeout_s=self.plan.kv.commit_timeout_s / 2,
+                commits=self._commits,
+            )
+            self._service = listener
+            listener.start()
+            listener.wait_ready(CONNECT_TIMEOUT_S)
+        else:
+            self._service = StagePeer(memory, peer_path=peer_path, connect_timeout_s=CONNECT_TIMEOUT_S)
+            self._service.start()

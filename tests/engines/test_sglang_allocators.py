@@ -1,0 +1,213 @@
+"""SGLang's allocators over elastic blocks, beside the stock ones: same counts at every step, fewer pages."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+import torch
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+
+from kvlaunch.engines.sglang.allocators import Blocks, ElasticPagedAllocator, ElasticTokenAllocator
+from kvlaunch.errors import CompatibilityError, KVCommitError
+from kvlaunch.kv.geometry import BlockGeometry
+from kvlaunch.kv.ipc.local import LocalChannel
+from kvlaunch.kv.manager import KVCacheManager
+from kvlaunch.kv.memory.noop import NoopBackend
+from kvlaunch.kv.rank import RankMemory
+from kvlaunch.kv.settings import KVSettings
+
+pytestmark = pytest.mark.sglang
+
+BLOCKS_PER_PAGE = 16
+Maker = Any
+
+
+@pytest.fixture
+def manager() -> Iterator[KVCacheManager]:
+    made = make_manager(4096)
+    yield made
+    made.close()
+
+
+def make_manager(num_blocks: int, fault: Any = None) -> KVCacheManager:
+    geometry = BlockGeometry.from_strips(
+        [(0, 256), (num_blocks * 256, 256)],
+        num_blocks=num_blocks,
+        blocks_per_page=BLOCKS_PER_PAGE,
+        granularity=4096,
+    )
+    memory = RankMemory(
+        NoopBackend().reserve(geometry.region_bytes),
+        geometry,
+        global_rank=3,
+        pp_rank=0,
+        tp_rank=0,
+        run="r",
+        epoch=0,
+        fault=fault,
+    )
+    made = KVCacheManager(
+        world_size=1,
+        settings=KVSettings(
+            num_blocks=num_blocks, blocks_per_page=BLOCKS_PER_PAGE, ahead_low=0, ahead_high=0, idle_s=0.0
+        ),
+        channel=LocalChannel(memory),
+        wake=lambda: None,
+    )
+    made.start()
+    return made
+
+
+def elastic(manager: KVCacheManager, page_size: int) -> Any:
+    size = (manager.settings.num_blocks - 1) * page_size
+    pool = SimpleNamespace(kvlaunch_blocks=Blocks(manager, 3))
+    if page_size == 1:
+        return ElasticTokenAllocator(size, torch.bfloat16, "cpu", kvcache=pool, need_sort=False)
+    return ElasticPagedAllocator(size, page_size, torch.bfloat16, "cpu", kvcache=pool, need_sort=False)
+
+
+def stock(manager: KVCacheManager, page_size: int) -> Any:
+    size = (manager.settings.num_blocks - 1) * page_size
+    if page_size == 1:
+        return TokenToKVPoolAllocator(size, torch.bfloat16, "cpu", kvcache=None, need_sort=False)
+    return PagedTokenToKVPoolAllocator(size, page_size, torch.bfloat16, "cpu", kvcache=None, need_sort=False)
+
+
+class Requests:
+    """Requests with slots of one allocator: extended, decoded and freed as SGLang does it."""
+
+    def __init__(self, allocator: Any) -> None:
+        self.allocator = allocator
+        self.slots: dict[int, torch.Tensor] = {}
+
+    def extend(self, request: int, tokens: int) -> bool:
+        allocator, before = self.allocator, self.slots.get(request, torch.empty(0, dtype=torch.int64))
+        if allocator.page_size == 1:
+            got = allocator.alloc(tokens)
+        else:
+            old, new = torch.tensor([len(before)]), torch.tensor([len(before) + tokens])
+            last = before[-1:] if len(before) else torch.tensor([-1])
+            got = allocator.alloc_extend(old, old, new, new, last, tokens)
+        if got is None:
+            return False
+        self.slots[request] = torch.cat((before, got))
+        return True
+
+    def decode(self) -> bool:
+        allocator, order = self.allocator, list(self.slots)
+        if allocator.page_size == 1:
+            got = allocator.alloc(len(order))
+        else:
+            lens = torch.tensor([len(self.slots[r]) + 1 for r in order])
+            last = torch.tensor([int(self.slots[r][-1]) for r in order])
+            got = allocator.alloc_decode(lens, lens, last)
+        if got is None:
+            return False
+        for request, slot in zip(order, got, strict=True):
+            self.slots[request] = torch.cat((self.slots[request], slot.reshape(1)))
+        return True
+
+    def free(self, requests: list[int]) -> None:
+        self.allocator.free_group_begin()
+        for request in requests:
+            self.allocator.free(self.slots.pop(request))
+        self.allocator.free_group_end()
+
+    def check(self) -> None:
+        """No slot belongs to two requests, none is one of the padded tokens', and pages are whole."""
+        page_size = self.allocator.page_size
+        taken = [int(slot) for slots in self.slots.values() for slot in slots]
+        assert len(set(taken)) == len(taken)
+        assert not taken or min(taken) >= page_size
+        owners = [{int(slot) // page_size for slot in slots} for slots in self.slots.values()]
+        assert sum(map(len, owners)) == len(set().union(*owners))
+        for slots in self.slots.values():
+            for i in range(1, len(slots)):
+                if i % page_size:
+                    assert slots[i] == slots[i - 1] + 1
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("seed", range(4))
+def test_counts_are_those_of_stock_sglang(manager: KVCacheManager, page_size: int, seed: int) -> None:
+    rng = random.Random(seed)
+    pair = [Requests(elastic(manager, page_size)), Requests(stock(manager, page_size))]
+    for step in range(300):
+        manager.step_scheduled()
+        action, tokens = rng.random(), rng.randrange(1, 40 * page_size)
+        dead = [r for r in pair[0].slots if rng.random() < 0.3]
+        for requests in pair:
+            if action < 0.35:
+                done = requests.extend(step, tokens)
+                assert done == (step in pair[0].slots)
+            elif action < 0.85 and requests.slots:
+                requests.decode()
+            else:
+                requests.free(dead)
+        assert pair[0].allocator.available_size() == pair[1].allocator.available_size()
+        assert {r: len(s) for r, s in pair[0].slots.items()} == {r: len(s) for r, s in pair[1].slots.items()}
+        manager.step_finished()
+    pair[0].check()
+    pair[1].check()
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_full_pool_is_refused_and_nothing_is_taken(manager: KVCacheManager, page_size: int) -> None:
+    requests = Requests(elastic(manager, page_size))
+    assert requests.extend(0, requests.allocator.available_size())
+    assert requests.allocator.available_size() == 0
+    assert not requests.extend(1, 1)
+    assert requests.extend(0, 0) if page_size > 1 else True
+    requests.free([0])
+    assert requests.allocator.available_size() == (manager.settings.num_blocks - 1) * page_size
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_flush_takes_everything_back(manager: KVCacheManager, page_size: int) -> None:
+    requests = Requests(elastic(manager, page_size))
+    requests.extend(0, 100 * page_size)
+    assert manager.stats().mapped_pages > 5
+    requests.allocator.clear()
+    assert requests.allocator.available_size() == (manager.settings.num_blocks - 1) * page_size
+    manager.tick()
+    while manager.stats().retiring_pages:
+        manager.tick()
+    assert manager.stats().mapped_pages == 1
+
+
+def test_pages_stay_few_when_tokens_come_and_go(manager: KVCacheManager) -> None:
+    """Stock SGLang hands slots out first in, first out, and touches all of them in time."""
+    requests = Requests(elastic(manager, 1))
+    for step in range(400):
+        requests.extend(step, 50)
+        if step >= 4:
+            requests.free([step - 4])
+    assert max(int(slot) for slots in requests.slots.values() for slot in slots) < 400
+
+
+def test_a_rank_without_memory_is_named() -> None:
+    def refuse(_request: object) -> None:
+        raise OSError("nothing left")
+
+    manager = make_manager(256, fault=refuse)
+    requests = Requests(elastic(manager, 1))
+    with pytest.raises(KVCommitError, match=r"Rank 3 .*nothing left") as caught:
+        requests.extend(0, 100)
+    assert list(caught.value.failures) == [3]
+    manager.close()
+
+
+def test_a_pool_of_sglangs_own_is_refused_by_name() -> None:
+    class OtherPool:
+        pass
+
+    with pytest.raises(CompatibilityError, match="OtherPool"):
+        ElasticTokenAllocator(10, torch.bfloat16, "cpu", kvcache=OtherPool(), need_sort=False)

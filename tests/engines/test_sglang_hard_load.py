@@ -1,0 +1,100 @@
+"""The elastic KV cache in real SGLang under what is hard on it: aborts, retraction, chunks, flushes, many tokens."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from tests.engines.harness import launch, prefix_cache, prompts, small, storm, wait_until
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(900)]
+
+REQUESTS = 600
+RETRACTED = "sglang:num_retracted_requests_total"
+
+
+def test_an_abort_storm_under_pipeline_parallelism_loses_no_page() -> None:
+    # Every page goes back as soon as it may, so that one which went too early would be touched.
+    eager = ("kv.ahead.low=0", "kv.ahead.high=0", prefix_cache("sglang", on=False))
+    with launch(*small("sglang"), "tp=1", "pp=2", *eager, fault="eager-unmap") as engine:
+        before = engine.complete_all(prompts(8))
+        storm(engine, REQUESTS)
+        wait_until(engine.at_baseline, 30, f"resident {engine.resident_bytes()}")
+        wait_until(lambda: engine.mapped_bytes() == engine.resident_bytes(), 10, "ps and smaps differ")
+        assert engine.complete_all(prompts(8)) == before
+        assert engine.metric("sglang:num_aborted_requests_total") > REQUESTS / 10, "the storm was none"
+        assert engine.process.poll() is None
+
+
+TIGHT = (
+    "engine=sglang",
+    "pp=2",
+    "kv.reserve=1280KiB",
+    "kv.cache.idle_s=1",
+    "engine.args.chunked_prefill_size=128",
+    "engine.args.schedule_conservativeness=0.1",
+)
+"""2,560 tokens for 24 requests that want more than twice as many together."""
+
+
+@pytest.mark.parametrize(("page_size", "overlap"), [(1, True), (16, False)])
+def test_retraction_and_chunked_prefill_give_the_tokens_of_stock_sglang(page_size: int, overlap: bool) -> None:
+    overrides = (
+        *TIGHT,
+        f"kv.block_size={page_size}",
+        f"engine.args.disable_overlap_schedule={str(not overlap).lower()}",
+    )
+    texts = [text * 2 for text in prompts(24)]
+    with launch(*overrides, "kv=static") as static:
+        expected = static.complete_all(texts, max_tokens=96)
+        assert static.metric(RETRACTED) > 0, "nothing was retracted: this test would prove nothing"
+    with launch(*overrides, "kv=elastic") as elastic:
+        assert elastic.complete_all(texts, max_tokens=96) == expected
+        assert elastic.metric(RETRACTED) > 0
+        wait_until(elastic.at_baseline, 30, f"resident {elastic.resident_bytes()}")
+        assert elastic.complete_all(texts, max_tokens=96) == expected
+
+
+def test_a_flush_gives_the_cached_pages_back_and_the_kept_ones_stay() -> None:
+    with launch(*small("sglang"), "tp=2", "kv.cache.idle_s=3600", "kv.block_size=4") as engine:
+        expected = engine.complete_all(prompts(24))
+        wait_until(lambda: engine.mapped_bytes() == engine.resident_bytes(), 30, "ps and smaps differ")
+        assert not engine.at_baseline(), "nothing was cached: this test would prove nothing"
+        engine.flush()
+        wait_until(engine.at_baseline, 30, f"resident {engine.resident_bytes()}")
+        assert engine.complete_all(prompts(24)) == expected
+
+
+def test_kept_cache_stays_and_the_rest_goes() -> None:
+    with launch("engine=sglang", "kv.reserve=64MiB", "kv.cache.keep=1MiB", "kv.cache.idle_s=1") as engine:
+        engine.complete_all(prompts(24), max_tokens=64)
+        keep, page = 1024 * 1024, engine.page_bytes()[0]
+        wait_until(lambda: engine.resident_bytes()[0] <= 1.5 * keep + 2 * page, 30, "the rest stays mapped")
+        assert engine.resident_bytes()[0] >= keep - page
+
+
+def test_memory_follows_the_live_tokens_however_many_went_through() -> None:
+    """More tokens than the pool has slots: stock SGLang has touched all of it by then."""
+    with launch("engine=sglang", "kv.reserve=16MiB", prefix_cache("sglang", on=False)) as engine:
+        rank, slots = engine.plan.ranks[0], engine.plan.kv.num_blocks
+        texts = [text * 4 for text in prompts(24)]
+        tokens = sum(len(text) + 8 for text in texts)
+        peak, done = [0], threading.Event()
+
+        def watch() -> None:
+            while not done.wait(0.02):
+                peak[0] = max(peak[0], engine.resident_bytes()[0])
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            rounds = -(-slots * 5 // 4 // tokens)
+            for _ in range(rounds):
+                engine.complete_all(texts, max_tokens=8)
+        finally:
+            done.set()
+            watcher.join()
+        ahead = engine.plan.kv.ahead_high * engine.page_bytes()[0]
+        assert peak[0] <= 1.5 * tokens * rank.kv_bytes_per_token + ahead, (peak, tokens)
+        wait_until(engine.at_baseline, 30, f"resident {engine.resident_bytes()}")
