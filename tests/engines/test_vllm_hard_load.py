@@ -11,6 +11,7 @@ from tests.engines.hybrid_model import SLIDING_WINDOW, make_hybrid
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
+
 @pytest.mark.parametrize(
     ("in_flight", "requests"),
     [(("pp=2",), 2000), (("pp=1", "engine.args.async_scheduling=true"), 500)],
