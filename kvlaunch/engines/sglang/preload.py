@@ -6,6 +6,9 @@ forking.preload(
     (
         "sglang.srt.managers.scheduler",
         "sglang.srt.managers.detokenizer_manager",
+        "sglang.srt.mem_cache.kv_cache_configurator",
+        "sglang.srt.model_executor.model_runner",
+        "sglang.srt.models.registry",
         "kvlaunch.engines.sglang.processes",
         "kvlaunch.engines.sglang.scheduler",
     )
