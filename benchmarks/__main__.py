@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 from pathlib import Path
 
 from benchmarks import commit, memory, overhead, serve, start
@@ -30,6 +32,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that engines are ended
     with serve.private_runs():
         for name in options.names:
             print(f"== {name}", flush=True)

@@ -7,48 +7,72 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks import serve, stats
 
 KV = "kv.reserve=512MiB"
+DISTURBED = 0.08
+"""A pair counts as disturbed where other processes used more than this share of the processors in a round of it."""
+COUNTED = ("steps", "stalled_steps", "stalls", "stall_seconds", "maps", "unmaps")
 
 
-def measure(tp: int, pp: int, *, pairs: int, seconds: float, clients: int, max_tokens: int) -> dict[str, Any]:
-    """Pairs of rounds of about `seconds` on one topology. A is elastic, B static."""
-    shape = [f"tp={tp}", f"pp={pp}", KV]
+@dataclass(frozen=True)
+class Pair:
+    """A round of each engine with the same prompts, and what the elastic one's KVStats counted meanwhile."""
+
+    rounds: dict[str, serve.Round]
+    counts: dict[str, float]
+
+    @property
+    def others_cpu(self) -> float:
+        return max(one.others_cpu for one in self.rounds.values())
+
+
+def measure(
+    tp: int, pp: int, *, pairs: int, attempts: int, seconds: float, clients: int, max_tokens: int
+) -> dict[str, Any]:
+    """Pairs of rounds of about `seconds` on one topology, until `pairs` of them were not disturbed, or `attempts` are
+    over: then the least disturbed ones count."""
     with ExitStack() as stack:
+        shape = [f"tp={tp}", f"pp={pp}", KV]
         engines = {kv: stack.enter_context(serve.engine(*shape, f"kv={kv}")) for kv in ("static", "elastic")}
         requests = _calibrate(engines, seconds, clients, max_tokens)
-        before = serve.settled_stats(engines["elastic"])
-        rounds: dict[str, list[serve.Round]] = {"elastic": [], "static": []}
-        noise = []
-        for i, order in enumerate(stats.abba(pairs, "elastic", "static")):
-            noise.append(serve.quiet())
+        made: list[Pair] = []
+        for i, order in enumerate(stats.abba(attempts, "elastic", "static")):
+            serve.quiet(timeout_s=20)
+            before = serve.settled_stats(engines["elastic"])
             texts = serve.prompts(requests, seed=100 + i)
-            for kv in order:
-                rounds[kv].append(serve.load_round(engines[kv], texts, clients=clients, max_tokens=max_tokens))
-        after = serve.settled_stats(engines["elastic"])
-    steps = after["steps"] - before["steps"]
-    stalled = after["stalled_steps"] - before["stalled_steps"]
-    speed = {kv: [r.tokens_per_s for r in done] for kv, done in rounds.items()}
-    first = {kv: [statistics.median(r.first_token_s) for r in done] for kv, done in rounds.items()}
+            rounds = {kv: serve.load_round(engines[kv], texts, clients=clients, max_tokens=max_tokens) for kv in order}
+            after = serve.settled_stats(engines["elastic"])
+            made.append(Pair(rounds, {name: after[name] - before[name] for name in COUNTED}))
+            speeds = " ".join(f"{kv} {one.tokens_per_s:.1f}" for kv, one in sorted(rounds.items()))
+            print(f"   {tp}x{pp} pair {i + 1}: tokens/s {speeds}, others {made[-1].others_cpu:.2f}", flush=True)
+            if sum(pair.others_cpu <= DISTURBED for pair in made) == pairs:
+                break
+    kept = sorted(made, key=lambda pair: pair.others_cpu)[:pairs]
+    about = {"topology": f"{tp}x{pp}", "requests_a_round": requests, "clients": clients, "max_tokens": max_tokens}
+    return {**about, "pairs_made": len(made), **_summary(kept)}
+
+
+def _summary(pairs: Sequence[Pair]) -> dict[str, Any]:
+    both = {kv: [pair.rounds[kv] for pair in pairs] for kv in ("elastic", "static")}
+    speed = {kv: [r.tokens_per_s for r in rounds] for kv, rounds in both.items()}
+    first = {kv: [statistics.median(r.first_token_s) for r in rounds] for kv, rounds in both.items()}
+    cpu = {kv: [r.cpu_s / r.tokens for r in rounds] for kv, rounds in both.items()}
+    counts = {name: sum(pair.counts[name] for pair in pairs) for name in COUNTED}
     return {
-        "topology": f"{tp}x{pp}",
-        "requests_a_round": requests,
-        "clients": clients,
-        "max_tokens": max_tokens,
-        "seconds_a_round": round(statistics.median(r.seconds for done in rounds.values() for r in done), 2),
+        "seconds_a_round": round(statistics.median(r.seconds for rounds in both.values() for r in rounds), 2),
         "throughput_ratio": stats.summary(stats.ratios(speed["elastic"], speed["static"])),
         "first_token_ratio": stats.summary(stats.ratios(first["elastic"], first["static"])),
+        "cpu_per_token_ratio": stats.summary(stats.ratios(cpu["elastic"], cpu["static"])),
         "tokens_per_s": {kv: stats.summary(values, 1) for kv, values in speed.items()},
-        "steps": steps,
-        "stalled_steps": stalled,
-        "stalled_share": round(stalled / steps, 5),
-        "maps": after["maps"] - before["maps"],
-        "unmaps": after["unmaps"] - before["unmaps"],
-        "others_used_cpu": stats.summary(noise, 2),
+        **counts,
+        "stalled_share": round(counts["stalled_steps"] / counts["steps"], 5),
+        "others_cpu": stats.summary([pair.others_cpu for pair in pairs]),
     }
 
 
@@ -67,7 +91,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     found = []
     for topology in options.topologies.split(","):
         tp, pp = (int(part) for part in topology.split("x"))
-        found.append(measure(tp, pp, pairs=options.pairs, seconds=options.seconds, clients=16, max_tokens=64))
+        found.append(
+            measure(
+                tp,
+                pp,
+                pairs=options.pairs,
+                attempts=3 * options.pairs,
+                seconds=options.seconds,
+                clients=16,
+                max_tokens=64,
+            )
+        )
     return {"benchmark": "overhead", "a": "kv=elastic", "b": "kv=static", "host": stats.host(), "results": found}
 
 
@@ -83,8 +117,9 @@ def table(result: dict[str, Any]) -> str:
                 f"{speed['median_95'][0]}..{speed['median_95'][1]}",
                 first["median"],
                 f"{first['median_95'][0]}..{first['median_95'][1]}",
+                one["cpu_per_token_ratio"]["median"],
                 f"{100 * one['stalled_share']:.2f} %",
             ]
         )
-    header = ["tp x pp", "pairs", "throughput", "95 %", "first token", "95 %", "steps that waited"]
+    header = ["tp x pp", "pairs", "throughput", "95 %", "first token", "95 %", "cpu/token", "steps that waited"]
     return "elastic / static\n" + stats.table(header, rows)

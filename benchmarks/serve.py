@@ -152,6 +152,10 @@ class Round:
     tokens: int
     first_token_s: list[float]
     """Latency of one-token completions that were asked one after another during the load."""
+    others_cpu: float
+    """Share of the processors that processes not of this benchmark used meanwhile, 0 to 1."""
+    cpu_s: float
+    """Processor time that the engine's processes used for it."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -181,6 +185,7 @@ def load_round(target: Engine, texts: Sequence[str], *, clients: int, max_tokens
     threads = [threading.Thread(target=work) for _ in range(clients)]
     probe = target.client()
     first: list[float] = []
+    others, cpu_before = OthersCpu(), cpu_seconds(target.process.pid)
     started = time.perf_counter()
     for thread in threads:
         thread.start()
@@ -194,7 +199,43 @@ def load_round(target: Engine, texts: Sequence[str], *, clients: int, max_tokens
     probe.close()
     if failures:
         raise failures[0]
-    return Round(seconds, sum(done) + len(first), first)
+    used = cpu_seconds(target.process.pid) - cpu_before
+    return Round(seconds, sum(done) + len(first), first, others.share(), used)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time that a process and its descendants have used so far."""
+    import psutil
+
+    total = 0.0
+    family = psutil.Process(pid)
+    for process in (family, *family.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+class OthersCpu:
+    """How much of the processors is used by processes that are none of ours, from now on."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._ours, self._all = self._used()
+
+    def share(self) -> float:
+        """0 to 1. The kernel counts in ticks of 10 ms: measure over seconds."""
+        ours, everything = self._used()
+        seconds = (time.monotonic() - self._started) * (os.cpu_count() or 1)
+        return max(0.0, (everything - self._all) - (ours - self._ours)) / seconds
+
+    @staticmethod
+    def _used() -> tuple[float, float]:
+        import psutil
+
+        ours = cpu_seconds(os.getpid())
+        total = psutil.cpu_times()
+        return ours, total.user + total.nice + total.system + total.irq + total.softirq + total.steal
 
 
 def settled_stats(target: Engine, timeout_s: float = 20.0) -> dict[str, Any]:
@@ -208,7 +249,7 @@ def settled_stats(target: Engine, timeout_s: float = 20.0) -> dict[str, Any]:
     return target.kv_stats()
 
 
-def quiet(limit: float = 0.25, timeout_s: float = 120.0) -> float:
+def quiet(limit: float = 0.25, *, timeout_s: float) -> float:
     """Wait until others use less than `limit` of the processors, or the time is over.
 
     Returns:
@@ -218,7 +259,7 @@ def quiet(limit: float = 0.25, timeout_s: float = 120.0) -> float:
 
     deadline = time.monotonic() + timeout_s
     while True:
-        used = float(psutil.cpu_percent(interval=2.0)) / 100
+        used = float(psutil.cpu_percent(interval=1.0)) / 100
         if used < limit or time.monotonic() > deadline:
             return round(used, 2)
 

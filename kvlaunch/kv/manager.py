@@ -13,8 +13,12 @@ from kvlaunch.kv.pages import PagePool
 from kvlaunch.kv.release import StepClock
 from kvlaunch.kv.settings import KVSettings
 from kvlaunch.kv.stats import KVStats
+from kvlaunch.kv.watermarks import Watermarks
 
 logger = logging.getLogger(__name__)
+
+RESERVE_SHARE = 8
+"""The pages mapped ahead of need are at most one in so many of the address space, or ahead_high where that is more."""
 
 
 class KVCacheManager:
@@ -24,7 +28,7 @@ class KVCacheManager:
     background thread talks to the ranks. Memory is mapped ahead of need while the engine is busy, so that `ensure`
     seldom waits, and goes back
 
-    - while busy: what was free throughout the last idle_s, beyond ahead_high pages, so that a load that goes up and
+    - while busy: what was free throughout the last idle_s, beyond the reserve, so that a load that goes up and
       down does not map and unmap in turn;
     - idle (no allocation and no step for idle_s): all free pages, or all but one where no other block is free;
     - at once, where more is mapped than the limit allows;
@@ -69,10 +73,12 @@ class KVCacheManager:
         self._pool = PagePool(settings.num_blocks, settings.blocks_per_page)
         self._commits = Commits(self._pool, channel, wake, clock, settings.backoff_s)
         self._background = self._commits.background
+        self._ahead = Watermarks(settings.ahead_low, settings.ahead_high, self._pool.num_pages // RESERVE_SHARE)
         self._limit = self._checked_limit(settings.limit_pages)
         self._idle = True  # at baseline, or nothing to do before the next call
         self._last_active = clock()
         self._window_end = self._last_active + settings.idle_s
+        self._had_reserve = False  # since the engine was idle: its first stall says nothing of the reserve's size
         self._least_empty = 0  # fewest empty pages seen in the window
         self._owner_deadline: float | None = None
         self._stalls = self._stalled_steps = 0
@@ -157,7 +163,7 @@ class KVCacheManager:
         block_ids = pool.take(n)
         self._least_empty = min(self._least_empty, pool.empty_pages)
         self._touch()
-        if pool.empty_pages + pool.mapping_pages < self.settings.ahead_low:
+        if pool.empty_pages + pool.mapping_pages < self._ahead.low:
             self._map_ahead()
         return block_ids
 
@@ -193,7 +199,7 @@ class KVCacheManager:
         if self._background.results:
             self._integrate()
         pool = self._pool
-        if pool.empty_pages + pool.mapping_pages < self.settings.ahead_low:
+        if pool.empty_pages + pool.mapping_pages < self._ahead.low:
             self._map_ahead()
         if self._last_active >= self._window_end:
             self._close_window()
@@ -245,7 +251,7 @@ class KVCacheManager:
         if raised:
             self._commits.demand.reset()
             self._commits.ahead.reset()
-            if not self._idle and self._pool.empty_pages + self._pool.mapping_pages < self.settings.ahead_low:
+            if not self._idle and self._pool.empty_pages + self._pool.mapping_pages < self._ahead.low:
                 self._map_ahead()
         self._shed()
         return self.pages_over_limit
@@ -299,6 +305,8 @@ class KVCacheManager:
             if pages <= 0 or commits.demand.blocked(now):
                 break
             commits.begin_map(self._mappable(pages - pool.mapping_pages), urgent=True)
+            if started is None:
+                self._map_ahead(spoken_for=pages)  # behind it: the next request of this step finds something
             room_comes = self._allowance() > 0 and commits.unmaps_under_way()
             if not pool.mapping_pages and not room_comes:
                 break
@@ -311,11 +319,14 @@ class KVCacheManager:
             if self._last_stalled_step != self.steps.scheduled:
                 self._last_stalled_step = self.steps.scheduled
                 self._stalled_steps += 1
+                if self._had_reserve:
+                    self._ahead.outrun()
+                self._had_reserve = True
 
-    def _map_ahead(self) -> None:
-        """Fill the reserve up to ahead_high, first with pages that were about to go."""
+    def _map_ahead(self, spoken_for: int = 0) -> None:
+        """Fill the reserve up, first with pages that were about to go, beside pages under way that are spoken for."""
         pool, commits, now = self._pool, self._commits, self._last_active
-        want = min(self.settings.ahead_high - pool.empty_pages, self._allowance()) - pool.mapping_pages
+        want = min(self._ahead.high + spoken_for - pool.empty_pages, self._allowance()) - pool.mapping_pages
         if want <= 0:
             return
         want -= pool.reclaim(want)
@@ -328,7 +339,7 @@ class KVCacheManager:
 
     def _close_window(self) -> None:
         """Retire what nobody needed throughout the window that ends now."""
-        self._retire(self._least_empty - self.settings.ahead_high)
+        self._retire(self._least_empty - self._ahead.high)
         self._least_empty = self._pool.empty_pages
         self._window_end = self._last_active + self.settings.idle_s
 
@@ -340,6 +351,8 @@ class KVCacheManager:
         if pool.mapping_pages:  # they arrive as empty pages: look again later
             self._touch()
             return
+        self._ahead.ease()
+        self._had_reserve = False
         other_free_blocks = pool.free_blocks - pool.empty_pages * pool.blocks_per_page
         self._retire(pool.empty_pages - (0 if other_free_blocks else 1))
 

