@@ -71,13 +71,13 @@ def test_memory_follows_the_load_on_every_rank(pair: Pair) -> None:
     done = threading.Event()
 
     def watch() -> None:
-        while not done.wait(0.05):
+        while not done.wait(0.02):
             peak[:] = map(max, peak, engine.resident_bytes())
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        engine.complete_all(PROMPTS, max_tokens=128)
+        engine.complete_all(PROMPTS, max_tokens=256)
     finally:
         done.set()
         watcher.join()
