@@ -81,7 +81,7 @@ def test_memory_follows_the_load_on_every_rank(pair: Pair) -> None:
     finally:
         done.set()
         watcher.join()
-    # At the end of the load every request has 128 tokens that it shares with none.
+    # Halfway through the load every request has 128 tokens that it shares with none.
     needed = [0.8 * len(PROMPTS) * 128 * rank.kv_bytes_per_token for rank in engine.plan.ranks]
     assert all(got > least for got, least in zip(peak, needed, strict=True)), peak
     wait_until(engine.at_baseline, 30, f"after the load: resident {engine.resident_bytes()}, peak {peak}")
