@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from benchmarks import serve, stats
-from kvlaunch.launch.ports import free_port
+from kvlaunch.launch.ports import hold_port, port_of
 from kvlaunch.launch.probe import NotAnswering, complete_one_token
 from kvlaunch.plan.types import LaunchPlan
 
@@ -34,7 +34,11 @@ def bare_command(plan: LaunchPlan) -> tuple[list[str], dict[str, str]]:
 
 def start_bare(shape: list[str]) -> float:
     """Seconds until the bare command has completed one token."""
-    port = free_port("127.0.0.1")
+    with hold_port("127.0.0.1") as held:
+        return start_bare_on(port_of(held), shape)
+
+
+def start_bare_on(port: int, shape: list[str]) -> float:
     plan = plan_of(*shape, f"server.port={port}")
     argv, environ = bare_command(plan)
     started = time.perf_counter()

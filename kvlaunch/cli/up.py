@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING
 
 from kvlaunch.cli.progress import TerminalReporter
 from kvlaunch.launch.launcher import launch
-from kvlaunch.launch.ports import free_port
+from kvlaunch.launch.ports import hold_port, port_of
 from kvlaunch.plan.types import LaunchPlan
 
 if TYPE_CHECKING:
@@ -20,11 +21,12 @@ def run(config: LaunchConfig, *, detach: bool, verbose: bool, json_output: bool)
     from kvlaunch.plan.ids import new_run_id
     from kvlaunch.plan.planner import make_plan
 
-    if config.server.port == 0:
-        server = dataclasses.replace(config.server, port=free_port(config.server.host))
-        config = dataclasses.replace(config, server=server)
-    plan = make_plan(config, run=new_run_id(config), host=probe_host())
-    return execute(plan, detach=detach, verbose=verbose, json_output=json_output)
+    with contextlib.ExitStack() as stack:
+        if config.server.port == 0:
+            port = port_of(stack.enter_context(hold_port(config.server.host)))
+            config = dataclasses.replace(config, server=dataclasses.replace(config.server, port=port))
+        plan = make_plan(config, run=new_run_id(config), host=probe_host())
+        return execute(plan, detach=detach, verbose=verbose, json_output=json_output)
 
 
 def execute(plan: LaunchPlan, *, detach: bool = False, verbose: bool = False, json_output: bool = False) -> int:

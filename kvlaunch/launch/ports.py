@@ -1,4 +1,4 @@
-"""Ports of this host: is one free, and if not, whose is it."""
+"""Ports of this host: is one free, whose is it if not, and keeping it until the engine listens on it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,26 @@ from kvlaunch.launch.paths import all_runs
 from kvlaunch.launch.procfs import command_of, environ_has
 
 
-def free_port(host: str) -> int:
-    """A TCP port that nobody uses at this moment.
+def hold_port(host: str, port: int = 0) -> socket.socket:
+    """Keep a TCP port for a server that this host will start, for as long as the returned socket is open.
+
+    The socket is bound and does not listen. The kernel gives its port to nobody who asks for any free one, as the
+    engine's and the rendezvous' own stores do; a server that names the port and sets SO_REUSEADDR, as vLLM and SGLang
+    do, can listen on it.
+
+    Args:
+        port: 0 for any free one.
 
     Raises:
-        ConfigError: host is not an address of this machine.
+        ConfigError: host is not an address of this machine, or somebody listens on the port.
     """
-    with _bound(host, 0, f"server.host={host}") as sock:
-        port: int = sock.getsockname()[1]
-        return port
+    return _bound(host, port, f"server.host={host}" if port == 0 else f"server.port={port}")
+
+
+def port_of(sock: socket.socket) -> int:
+    """The port that a socket is bound to."""
+    port: int = sock.getsockname()[1]
+    return port
 
 
 def require_free(host: str, port: int, setting: str) -> None:
@@ -31,7 +42,11 @@ def require_free(host: str, port: int, setting: str) -> None:
     Raises:
         ConfigError: it is taken; the message names the owner's process id and command.
     """
-    _bound(host, port, setting).close()
+    with _bound(host, port, setting) as sock:
+        try:
+            sock.listen(1)
+        except OSError as exc:  # bound by somebody else between the two calls
+            raise _taken(port, setting) from exc
 
 
 def _bound(host: str, port: int, setting: str) -> socket.socket:
@@ -44,7 +59,6 @@ def _bound(host: str, port: int, setting: str) -> socket.socket:
         # As servers do it: connections of an earlier server that linger in TIME_WAIT are no obstacle.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-        sock.listen(1)
     except OSError as exc:
         sock.close()
         if exc.errno == errno.EADDRINUSE:

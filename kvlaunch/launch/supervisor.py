@@ -7,6 +7,7 @@ descendant.
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import time
 
@@ -18,6 +19,7 @@ from kvlaunch.launch.failure import first_failure
 from kvlaunch.launch.linux import become_subreaper
 from kvlaunch.launch.members import end_everything, remove_sockets, run_members
 from kvlaunch.launch.paths import RunPaths
+from kvlaunch.launch.ports import hold_port
 from kvlaunch.launch.probe import requests_in_work
 from kvlaunch.launch.procfs import Identity, collect_orphans, identity_of
 from kvlaunch.launch.readiness import Readiness
@@ -80,6 +82,19 @@ class Supervisor:
         """
         self._signals = signals
         become_subreaper()
+        with self._held_port():
+            return self._run()
+
+    def _held_port(self) -> socket.socket:
+        """The server's port, the run's own from now on, also between two generations of the engine."""
+        try:
+            return hold_port(self.plan.server.host, self.plan.server.port)
+        except KVLaunchError as exc:  # free a moment ago
+            self.record.failure, self.record.ended_at = report_of(exc), time.time()
+            self._become(RunState.FAILED)
+            raise
+
+    def _run(self) -> int:
         save_state(self.paths, self.record)
         self._spawn_agent()
         try:

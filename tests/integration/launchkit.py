@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvlaunch.launch.paths import RunPaths
-from kvlaunch.launch.ports import free_port
+from kvlaunch.launch.ports import hold_port, port_of
 from kvlaunch.launch.procfs import read_process
 from kvlaunch.launch.state import StateRecord, load_state
 from kvlaunch.plan.types import (
@@ -125,13 +126,16 @@ class Kit:
         self.scratch = scratch
         self.environ = {**os.environ, "XDG_RUNTIME_DIR": str(runtime), "UNWANTED": "1"}
         self._launched: list[Launched] = []
+        self._held: list[socket.socket] = []
         self._count = 0
 
     def plan(self, *flags: str, tp: int = 2, pp: int = 2, port: int | None = None, **changes: Any) -> LaunchPlan:
         """A plan of the fake engine; `changes` replace fields of LaunchPlan, of its timeouts or of its rendezvous."""
         self._count += 1
         run = changes.pop("run", f"t{self._count}-{os.getpid()}")
-        port = free_port("127.0.0.1") if port is None else port
+        if port is None:
+            self._held.append(hold_port("127.0.0.1"))
+            port = port_of(self._held[-1])
         mode = changes.pop("mode", "static")
         world = tp * pp
         argv = (sys.executable, str(FAKE_ENGINE), "--port", str(port), "--world", str(world), *flags)
@@ -205,6 +209,8 @@ class Kit:
 
     def close(self) -> None:
         """End whatever a failed test has left."""
+        for held in self._held:
+            held.close()
         for launched in self._launched:
             record = launched.state
             pids = {*launched.pids(), *([record.owner[0]] if record else [])}

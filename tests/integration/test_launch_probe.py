@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import struct
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -9,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from kvlaunch.errors import ConfigError
-from kvlaunch.launch.ports import free_port, require_free
+from kvlaunch.launch.ports import hold_port, port_of, require_free
 from kvlaunch.launch.probe import NotAnswering, complete_one_token, requests_in_work
 from kvlaunch.launch.urls import local_address, url_of
 from kvlaunch.plan.types import ServerPlan
@@ -88,8 +90,8 @@ def test_silence_ends_at_the_deadline(server: Server) -> None:
 
 
 def test_no_server_is_not_an_answer() -> None:
-    with pytest.raises(NotAnswering, match="ConnectionRefusedError"):
-        complete_one_token("127.0.0.1", free_port("127.0.0.1"), "m", timeout_s=5)
+    with hold_port("127.0.0.1") as held, pytest.raises(NotAnswering, match="ConnectionRefusedError"):
+        complete_one_token("127.0.0.1", port_of(held), "m", timeout_s=5)
 
 
 @pytest.mark.parametrize(
@@ -139,4 +141,38 @@ def test_a_port_in_use_names_its_owner(server: Server) -> None:
 @pytest.mark.parametrize(("host", "says"), [("203.0.113.1", "cannot listen"), ("nohost.invalid", "not a host name")])
 def test_a_host_that_is_not_ours(host: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        free_port(host)
+        hold_port(host)
+
+
+def test_a_held_port_is_for_the_server_that_names_it() -> None:
+    with hold_port("127.0.0.1") as held, socket.socket() as server, socket.socket() as other:
+        require_free("127.0.0.1", port_of(held), "x=1")  # a launch of this port goes on
+        with pytest.raises(OSError, match="in use"):
+            other.bind(held.getsockname())  # without SO_REUSEADDR: what bind(0) would never be given either
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(held.getsockname())
+        server.listen()
+        with pytest.raises(ConfigError, match="the port is taken by process"):
+            hold_port("127.0.0.1", port_of(held))
+
+
+IP_LOCAL_PORT_RANGE = 51
+"""From linux/in.h, since Linux 6.3: the ports from which the kernel chooses for this socket."""
+
+
+def any_port_of(sock: socket.socket, only: int) -> None:
+    try:
+        sock.setsockopt(socket.IPPROTO_IP, IP_LOCAL_PORT_RANGE, struct.pack("I", only << 16 | only))
+    except OSError:
+        pytest.skip("this kernel cannot be told which port to choose")
+
+
+def test_a_held_port_is_given_to_nobody_who_asks_for_any_port(server: Server) -> None:
+    with hold_port("127.0.0.1") as held, socket.socket() as store, socket.socket() as client:
+        any_port_of(store, port_of(held))
+        store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with pytest.raises(OSError, match="in use"):
+            store.bind(("127.0.0.1", 0))
+        any_port_of(client, port_of(held))
+        with pytest.raises(OSError, match="assign"):
+            client.connect(("127.0.0.1", server.port))
