@@ -41,6 +41,7 @@ check: env
 	@$(STEP) "ruff format" -- $(BIN)/ruff format --check .
 	@$(STEP) "mypy --strict" -- $(BIN)/mypy --strict kvlaunch tools
 	@$(STEP) "key table of the documentation" -- $(BIN)/python tools/config_docs.py --check
+	@$(STEP) "support table of the documentation" -- $(BIN)/python tools/support_docs.py --check
 	@$(STEP) "mkdocs build --strict" -- $(BIN)/mkdocs build --strict
 
 # Last, so that pytest's closing line is the last thing said.
@@ -53,6 +54,7 @@ bench: env
 
 docs: env
 	@$(STEP) "key table of the documentation" -- $(BIN)/python tools/config_docs.py
+	@$(STEP) "support table of the documentation" -- $(BIN)/python tools/support_docs.py
 	@$(STEP) "mkdocs build" -- $(BIN)/mkdocs build --strict
 	@echo "site/index.html"
 

@@ -16,6 +16,7 @@ NAMES = ("commit", "overhead", "memory", "start")
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="See docs/benchmarks.md.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(NAMES)}; all where none is given")
+    parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm", help="all but commit (default: vllm)")
     parser.add_argument("--pairs", type=int, default=20, help="overhead: pairs of rounds (default: 20)")
     parser.add_argument("--seconds", type=float, default=5.0, help="overhead: seconds a round (default: 5)")
     parser.add_argument("--topologies", default="1x1,2x2", help="overhead: tp x pp, with commas (default: 1x1,2x2)")
@@ -42,7 +43,7 @@ def main() -> None:
                 continue
             module = {"overhead": overhead, "memory": memory, "start": start}[name]
             result = module.run(options)
-            serve.save(options.results, name, result)
+            serve.save(options.results, name if options.engine == "vllm" else f"{name}-{options.engine}", result)
             print(module.table(result), flush=True)
 
 

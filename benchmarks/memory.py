@@ -16,39 +16,53 @@ AFTER_S = 30.0
 """Deadline for the memory to be back after a load: kv.cache.idle_s is 2 s here."""
 
 
-def largest_mapping(pid: int, least: int) -> tuple[int, int]:
-    """(address, bytes) of the smallest mapping that holds `least` bytes: the stock engine's KV buffer.
+def large_mappings(pid: int, least: int) -> list[tuple[int, int, int]]:
+    """(pid, address, bytes) of the private anonymous mappings that hold `least` bytes or more.
 
-    The kernel joins neighbours, so the mapping may be a little larger than the buffer.
+    The kernel joins neighbours, so a mapping may be larger than the buffers that it holds.
     """
-    sizes = []
+    found = []
     for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-        start, end = (int(part, 16) for part in line.split(maxsplit=1)[0].split("-"))
-        if end - start >= least:
-            sizes.append((end - start, start))
-    if not sizes:
+        fields = line.split()
+        start, end = (int(part, 16) for part in fields[0].split("-"))
+        if end - start >= least and len(fields) == 5 and fields[1] == "rw-p":
+            found.append((pid, start, end - start))
+    if not found:
         raise SystemExit(f"process {pid} has no mapping of {least} bytes: where is its KV cache?")
-    size, address = min(sizes)
+    return found
+
+
+def smallest_mapping(pid: int, least: int) -> tuple[int, int]:
+    """(address, bytes) of the smallest of them: the stock engine's KV buffer, where that is one piece."""
+    _, address, size = min(large_mappings(pid, least), key=lambda mapping: mapping[2])
     return address, size
 
 
-def regions(engine: serve.Engine) -> list[tuple[int, int, int]]:
-    """(pid, address, bytes) of each rank's KV cache."""
-    if engine.plan.kv.mode == "elastic":
+Regions = list[list[tuple[int, int, int]]]
+"""By global rank: (pid, address, bytes) of what makes up its KV cache."""
+
+
+def regions(engine: serve.Engine) -> Regions:
+    plan = engine.plan
+    if plan.kv.mode == "elastic":
         about = engine.kv_events()
-        return [(about[r]["pid"], about[r]["address"], about[r]["nbytes"]) for r in sorted(about)]
-    return [(pid, *largest_mapping(pid, engine.plan.kv.reserve_bytes)) for pid in engine.rank_pids()]
+        return [[(about[r]["pid"], about[r]["address"], about[r]["nbytes"])] for r in sorted(about)]
+    if plan.engine == "sglang":  # keys and values of each layer in buffers of their own
+        parts = [2 * (rank.layers[1] - rank.layers[0] + 1) for rank in plan.ranks]
+        least = [plan.kv.reserve_bytes // count for count in parts]
+        return [large_mappings(pid, size) for pid, size in zip(engine.rank_pids(), least, strict=True)]
+    return [[(pid, *smallest_mapping(pid, plan.kv.reserve_bytes))] for pid in engine.rank_pids()]
 
 
-def committed(where: list[tuple[int, int, int]]) -> list[int]:
-    return [resident_bytes(*region) for region in where]
+def committed(where: Regions) -> list[int]:
+    return [sum(resident_bytes(*region) for region in rank) for rank in where]
 
 
-def under_load(engine: serve.Engine, where: list[tuple[int, int, int]]) -> list[int]:
+def under_load(engine: serve.Engine, where: Regions) -> list[int]:
     """The highest that was seen on each rank during a load."""
     peak = committed(where)
     texts = serve.prompts(96, seed=7)
-    load = threading.Thread(target=lambda: serve.load_round(engine, texts, clients=32, max_tokens=160))
+    load = threading.Thread(target=lambda: serve.load_round(engine, texts, max_tokens=160))
     load.start()
     while load.is_alive():
         peak = [max(pair) for pair in zip(peak, committed(where), strict=True)]
@@ -56,8 +70,9 @@ def under_load(engine: serve.Engine, where: list[tuple[int, int, int]]) -> list[
     return peak
 
 
-def measure(tp: int, pp: int, reserve: str) -> dict[str, Any]:
-    shape = [f"tp={tp}", f"pp={pp}", f"kv.reserve={reserve}", "kv.cache.idle_s=2"]
+def measure(name: str, tp: int, pp: int, reserve: str) -> dict[str, Any]:
+    shape = [f"engine={name}", f"tp={tp}", f"pp={pp}", f"kv.reserve={reserve}", "kv.cache.idle_s=2"]
+    shape.append(serve.at_once(name, 32))
     result: dict[str, Any] = {"topology": f"{tp}x{pp}"}
     with ExitStack() as stack:
         engines = {kv: stack.enter_context(serve.engine(*shape, f"kv={kv}")) for kv in ("static", "elastic")}
@@ -84,8 +99,14 @@ def measure(tp: int, pp: int, reserve: str) -> dict[str, Any]:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    found = [measure(2, 2, options.reserve)]
-    return {"benchmark": "memory", "unit": "bytes a rank", "host": stats.host(), "results": found}
+    found = [measure(options.engine, 2, 2, options.reserve)]
+    return {
+        "benchmark": "memory",
+        "engine": options.engine,
+        "unit": "bytes a rank",
+        "host": stats.host(),
+        "results": found,
+    }
 
 
 def table(result: dict[str, Any]) -> str:

@@ -15,8 +15,14 @@ from typing import Any
 from benchmarks import serve, stats
 
 KV = "kv.reserve=512MiB"
+AT_ONCE = 16
+"""Requests in work at the same time; the others of a round wait in the engine's queue."""
+MAX_TOKENS = 64
 DISTURBED = 0.08
 """A pair counts as disturbed where other processes used more than this share of the processors in a round of it."""
+QUIET = 0.15
+"""A round begins when the machine is idle but for this share: an engine's processes spin for seconds after their last
+step, and would take a processor from the other engine's round."""
 COUNTED = ("steps", "stalled_steps", "stalls", "stall_seconds", "maps", "unmaps")
 
 
@@ -25,6 +31,7 @@ class Pair:
     """A round of each engine with the same prompts, and what the elastic one's KVStats counted meanwhile."""
 
     rounds: dict[str, serve.Round]
+    first_token_s: dict[str, float]
     counts: dict[str, float]
 
     @property
@@ -32,36 +39,44 @@ class Pair:
         return max(one.others_cpu for one in self.rounds.values())
 
 
-def measure(
-    tp: int, pp: int, *, pairs: int, attempts: int, seconds: float, clients: int, max_tokens: int
-) -> dict[str, Any]:
-    """Pairs of rounds of about `seconds` on one topology, until `pairs` of them were not disturbed, or `attempts` are
-    over: then the least disturbed ones count."""
+def measure(engine: str, tp: int, pp: int, *, pairs: int, seconds: float) -> dict[str, Any]:
+    """Pairs of rounds of about `seconds` on one topology, until `pairs` of them were not disturbed, or three times as
+    many are over: then the least disturbed ones count."""
     with ExitStack() as stack:
-        shape = [f"tp={tp}", f"pp={pp}", KV]
+        shape = [f"engine={engine}", f"tp={tp}", f"pp={pp}", KV, serve.at_once(engine, AT_ONCE + 1)]
         engines = {kv: stack.enter_context(serve.engine(*shape, f"kv={kv}")) for kv in ("static", "elastic")}
-        requests = _calibrate(engines, seconds, clients, max_tokens)
+        requests = _calibrate(engines, seconds)
         made: list[Pair] = []
-        for i, order in enumerate(stats.abba(attempts, "elastic", "static")):
-            serve.quiet(timeout_s=20)
-            before = serve.settled_stats(engines["elastic"])
-            texts = serve.prompts(requests, seed=100 + i)
-            rounds = {kv: serve.load_round(engines[kv], texts, clients=clients, max_tokens=max_tokens) for kv in order}
-            after = serve.settled_stats(engines["elastic"])
-            made.append(Pair(rounds, {name: after[name] - before[name] for name in COUNTED}))
-            speeds = " ".join(f"{kv} {one.tokens_per_s:.1f}" for kv, one in sorted(rounds.items()))
+        for i, order in enumerate(stats.abba(3 * pairs, "elastic", "static")):
+            made.append(_pair(engines, order, serve.prompts(requests, seed=100 + i)))
+            speeds = " ".join(f"{kv} {one.tokens_per_s:.1f}" for kv, one in sorted(made[-1].rounds.items()))
             print(f"   {tp}x{pp} pair {i + 1}: tokens/s {speeds}, others {made[-1].others_cpu:.2f}", flush=True)
             if sum(pair.others_cpu <= DISTURBED for pair in made) == pairs:
                 break
     kept = sorted(made, key=lambda pair: pair.others_cpu)[:pairs]
-    about = {"topology": f"{tp}x{pp}", "requests_a_round": requests, "clients": clients, "max_tokens": max_tokens}
+    about = {"topology": f"{tp}x{pp}", "requests_a_round": requests, "at_once": AT_ONCE, "max_tokens": MAX_TOKENS}
     return {**about, "pairs_made": len(made), **_summary(kept)}
+
+
+def _pair(engines: dict[str, serve.Engine], order: Sequence[str], texts: list[str]) -> Pair:
+    rounds: dict[str, serve.Round] = {}
+    first: dict[str, float] = {}
+    before = serve.settled_stats(engines["elastic"])
+    for kv in order:
+        serve.quiet(QUIET, timeout_s=30)
+        rounds[kv] = serve.load_round(engines[kv], texts, max_tokens=MAX_TOKENS)
+    after = serve.settled_stats(engines["elastic"])
+    for kv in order:
+        serve.quiet(QUIET, timeout_s=30)
+        few = texts[: AT_ONCE // 2]  # fewer than may run at once: the probe never queues
+        first[kv] = statistics.median(serve.first_token_latencies(engines[kv], few, max_tokens=3 * MAX_TOKENS))
+    return Pair(rounds, first, {name: after[name] - before[name] for name in COUNTED})
 
 
 def _summary(pairs: Sequence[Pair]) -> dict[str, Any]:
     both = {kv: [pair.rounds[kv] for pair in pairs] for kv in ("elastic", "static")}
     speed = {kv: [r.tokens_per_s for r in rounds] for kv, rounds in both.items()}
-    first = {kv: [statistics.median(r.first_token_s) for r in rounds] for kv, rounds in both.items()}
+    first = {kv: [pair.first_token_s[kv] for pair in pairs] for kv in both}
     cpu = {kv: [r.cpu_s / r.tokens for r in rounds] for kv, rounds in both.items()}
     counts = {name: sum(pair.counts[name] for pair in pairs) for name in COUNTED}
     return {
@@ -76,33 +91,24 @@ def _summary(pairs: Sequence[Pair]) -> dict[str, Any]:
     }
 
 
-def _calibrate(engines: dict[str, serve.Engine], seconds: float, clients: int, max_tokens: int) -> int:
+def _calibrate(engines: dict[str, serve.Engine], seconds: float) -> int:
     """Warm both engines up, and find how many requests make a round of about `seconds`."""
     last: serve.Round | None = None
     for seed in range(2):
         for engine in engines.values():
-            last = serve.load_round(engine, serve.prompts(clients * 2, seed), clients=clients, max_tokens=max_tokens)
+            serve.quiet(QUIET, timeout_s=30)
+            last = serve.load_round(engine, serve.prompts(AT_ONCE * 2, seed), max_tokens=MAX_TOKENS)
     assert last is not None
-    wanted = round(clients * 2 * seconds / last.seconds / clients)
-    return max(1, wanted) * clients  # a whole number for each client: no round ends with idle ones
+    return max(2, round(2 * seconds / last.seconds)) * AT_ONCE
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     found = []
     for topology in options.topologies.split(","):
         tp, pp = (int(part) for part in topology.split("x"))
-        found.append(
-            measure(
-                tp,
-                pp,
-                pairs=options.pairs,
-                attempts=3 * options.pairs,
-                seconds=options.seconds,
-                clients=16,
-                max_tokens=64,
-            )
-        )
-    return {"benchmark": "overhead", "a": "kv=elastic", "b": "kv=static", "host": stats.host(), "results": found}
+        found.append(measure(options.engine, tp, pp, pairs=options.pairs, seconds=options.seconds))
+    about = {"benchmark": "overhead", "engine": options.engine, "a": "kv=elastic", "b": "kv=static"}
+    return {**about, "host": stats.host(), "results": found}
 
 
 def table(result: dict[str, Any]) -> str:

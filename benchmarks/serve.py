@@ -14,9 +14,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any
 
 from kvlaunch.events import read_events
@@ -45,30 +45,35 @@ def private_runs() -> Iterator[None]:
 
 
 class Client:
-    """One kept-alive connection to an OpenAI server."""
+    """One connection at a time to an OpenAI server."""
 
     def __init__(self, host: str, port: int, model: str) -> None:
-        self._connection = http.client.HTTPConnection(host, port, timeout=300)
+        self._at = (host, port)
         self._model = model
 
-    def complete(self, prompt: str, max_tokens: int) -> int:
-        """Greedy completion of exactly `max_tokens`. Returns their number as the server counts them."""
+    def complete(self, texts: Sequence[str], max_tokens: int) -> int:
+        """Greedy completions of exactly `max_tokens` of all texts, in one request.
+
+        Returns:
+            The number of new tokens, as the server counts them.
+        """
         body = {
             "model": self._model,
-            "prompt": prompt,
+            "prompt": list(texts),
             "max_tokens": max_tokens,
             "temperature": 0,
             "ignore_eos": True,
         }
-        self._connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        reply = self._connection.getresponse()
-        content = reply.read()
+        connection = http.client.HTTPConnection(*self._at, timeout=300)
+        try:
+            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            reply = connection.getresponse()
+            content = reply.read()
+        finally:
+            connection.close()
         if reply.status != 200:
             raise SystemExit(f"the engine answered {reply.status}: {content[:300]!r}")
         return int(json.loads(content)["usage"]["completion_tokens"])
-
-    def close(self) -> None:
-        self._connection.close()
 
 
 @dataclass
@@ -97,6 +102,12 @@ class Engine:
         events, _ = read_events(self.paths.events)
         pids = {e.rank: e.pid for e in events if e.phase == "weights" and e.rank is not None}
         return [pids[rank] for rank in sorted(pids)]
+
+
+def at_once(engine_name: str, requests: int) -> str:
+    """The engine's own option for how many requests it works on at once."""
+    option = "max_running_requests" if engine_name == "sglang" else "max_num_seqs"
+    return f"engine.args.{option}={requests}"
 
 
 @contextlib.contextmanager
@@ -150,8 +161,6 @@ class Round:
 
     seconds: float
     tokens: int
-    first_token_s: list[float]
-    """Latency of one-token completions that were asked one after another during the load."""
     others_cpu: float
     """Share of the processors that processes not of this benchmark used meanwhile, 0 to 1."""
     cpu_s: float
@@ -162,45 +171,27 @@ class Round:
         return self.tokens / self.seconds
 
 
-def load_round(target: Engine, texts: Sequence[str], *, clients: int, max_tokens: int) -> Round:
-    """All texts completed by so many clients at once, each taking the next when it has finished one."""
-    queue: SimpleQueue[str] = SimpleQueue()
-    for text in texts:
-        queue.put(text)
-    done: list[int] = []
-    failures: list[BaseException] = []
-
-    def work() -> None:
-        client = target.client()
-        try:
-            while True:
-                done.append(client.complete(queue.get_nowait(), max_tokens))
-        except Empty:
-            pass
-        except BaseException as error:  # noqa: BLE001 - raised again by the caller's thread
-            failures.append(error)
-        finally:
-            client.close()
-
-    threads = [threading.Thread(target=work) for _ in range(clients)]
-    probe = target.client()
-    first: list[float] = []
+def load_round(target: Engine, texts: Sequence[str], *, max_tokens: int) -> Round:
+    """All texts completed, asked in one request: the engine works through them, and no client's threads beside it."""
     others, cpu_before = OthersCpu(), cpu_seconds(target.process.pid)
     started = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        asked = time.perf_counter()
-        probe.complete(f"probe {len(first)} {texts[0]}", 1)
-        first.append(time.perf_counter() - asked)
-    for thread in threads:
-        thread.join()
+    tokens = target.client().complete(texts, max_tokens)
     seconds = time.perf_counter() - started
-    probe.close()
-    if failures:
-        raise failures[0]
-    used = cpu_seconds(target.process.pid) - cpu_before
-    return Round(seconds, sum(done) + len(first), first, others.share(), used)
+    return Round(seconds, tokens, others.share(), cpu_seconds(target.process.pid) - cpu_before)
+
+
+def first_token_latencies(target: Engine, texts: Sequence[str], *, max_tokens: int) -> list[float]:
+    """Seconds of one-token completions that are asked one after another while all texts are being completed."""
+    found: list[float] = []
+    client = target.client()
+    with ThreadPoolExecutor(1) as pool:
+        load = pool.submit(target.client().complete, texts, max_tokens)
+        while not load.done():
+            asked = time.perf_counter()
+            client.complete([f"probe {len(found)} {texts[0]}"], 1)
+            found.append(time.perf_counter() - asked)
+        load.result()
+    return found
 
 
 def cpu_seconds(pid: int) -> float:

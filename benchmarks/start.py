@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 from benchmarks import serve, stats
 from kvlaunch.launch.ports import hold_port, port_of
 from kvlaunch.launch.probe import NotAnswering, complete_one_token
+from kvlaunch.launch.shm import segments_of
 from kvlaunch.plan.types import LaunchPlan
 
 POLL_S = 0.05
-BARE_MODULE = "vllm.entrypoints.openai.api_server"
+BARE_MODULE = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
 
 
 def plan_of(*overrides: str) -> LaunchPlan:
@@ -23,13 +27,15 @@ def plan_of(*overrides: str) -> LaunchPlan:
 
 
 def bare_command(plan: LaunchPlan) -> tuple[list[str], dict[str, str]]:
-    """The plan's own argv and environment without kvlaunch: vLLM's module, no plugin, a stock KV cache of that size."""
+    """The plan's own argv and environment without kvlaunch: the engine's module, no plugin, a stock KV cache of that
+    size."""
     node = plan.nodes[0]
     argv = list(node.argv)
-    argv[argv.index("-m") + 1] = BARE_MODULE
-    argv[argv.index("--kv-cache-memory-bytes") + 1] = str(plan.kv.reserve_bytes)
+    argv[argv.index("-m") + 1] = BARE_MODULE[plan.engine]
+    if plan.engine == "vllm":
+        argv[argv.index("--kv-cache-memory-bytes") + 1] = str(plan.kv.reserve_bytes)
     environ = {name: value for name, value in os.environ.items() if name not in node.unset}
-    return argv, {**environ, **node.env, "VLLM_PLUGINS": ""}
+    return argv, {**environ, **node.env, "VLLM_PLUGINS": "", "SGLANG_PLUGINS": ""}
 
 
 def start_bare(shape: list[str]) -> float:
@@ -55,7 +61,21 @@ def start_bare_on(port: int, shape: list[str]) -> float:
                     raise SystemExit(f"the bare engine did not come up: {' '.join(argv)}") from None
                 time.sleep(POLL_S)
     finally:
-        serve.end(process)
+        end_bare(process)
+
+
+def end_bare(process: subprocess.Popen[Any]) -> None:
+    """End the engine and all that it started, and remove the shared memory that it leaves behind."""
+    import psutil
+
+    family = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
+    segments = segments_of(family)
+    serve.end(process)
+    for pid in family[1:]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for segment in segments:
+        Path(segment).unlink(missing_ok=True)
 
 
 def start_kvlaunch(shape: list[str]) -> float:
@@ -65,8 +85,8 @@ def start_kvlaunch(shape: list[str]) -> float:
         return time.perf_counter() - started
 
 
-def measure(tp: int, pp: int, pairs: int) -> dict[str, Any]:
-    shape = [f"tp={tp}", f"pp={pp}"]
+def measure(engine: str, tp: int, pp: int, pairs: int) -> dict[str, Any]:
+    shape = [f"engine={engine}", f"tp={tp}", f"pp={pp}"]
     seconds: dict[str, list[float]] = {"kvlaunch": [], "bare": []}
     noise = []
     start_kvlaunch(shape)  # makes the tiny model, and fills the page cache for both
@@ -87,9 +107,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     found = []
     for topology in options.start_topologies.split(","):
         tp, pp = (int(part) for part in topology.split("x"))
-        found.append(measure(tp, pp, options.starts))
+        found.append(measure(options.engine, tp, pp, options.starts))
     return {
         "benchmark": "start",
+        "engine": options.engine,
         "a": "kvlaunch up (kv=elastic, its defaults)",
         "b": "the plan's engine command without kvlaunch, stock KV cache of the same size",
         "host": stats.host(),

@@ -3,8 +3,9 @@
     python tools/run_tests.py PYTEST_ARGS...
 
 Tests marked `sglang` run in .venv/sglang, all others in .venv/vllm: the engines pin different versions and cannot share
-an interpreter. Each run ends with pytest's closing line. The last line of all has the same form and counts both runs;
-the exit status is that of the first run that failed, and a run for which no test was selected does not count.
+an interpreter. Those marked `contract` run in both. Each run ends with pytest's closing line. The last line of all has
+the same form and counts both runs; the exit status is that of the first run that failed, and a run for which no test
+was selected does not count.
 
 Needs nothing beyond the standard library.
 """
@@ -20,7 +21,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-RUNS = {"sglang": "sglang", "vllm": "not sglang"}
+RUNS = {"sglang": "sglang or contract", "vllm": "not sglang"}
 """Environment -> markers of the tests that run in it. In this order: most tests are in the last."""
 
 NO_TESTS = 5

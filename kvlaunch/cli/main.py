@@ -183,6 +183,18 @@ def stop(
     raise typer.Exit(verb.run(run, all_runs=all_runs, json_output=json_output))
 
 
+@app.command("limit")
+def limit(
+    size: Annotated[str, typer.Argument(metavar="SIZE", help="KV memory a rank may keep mapped: 256MiB, or none.")],
+    run: Run = None,
+    json_output: Json = False,
+) -> None:
+    """Change how much KV memory a run (the only one, where no RUN is given) may keep mapped on each rank."""
+    from kvlaunch.cli import limit as verb
+
+    raise typer.Exit(verb.run(size, run, json_output=json_output))
+
+
 @app.command("logs")
 def logs(
     run: Run = None,

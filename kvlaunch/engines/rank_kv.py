@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -33,7 +34,7 @@ IDLE_S = 0.5
 """Seconds without an allocation after which pages mapped ahead go back."""
 
 
-def settings_of(kv: KVPlan, fault: str) -> KVSettings:
+def settings_of(kv: KVPlan, fault: str, *, limit_binds: bool = True) -> KVSettings:
     """What the plan says to a KVCacheManager."""
     return KVSettings(
         num_blocks=kv.num_blocks,
@@ -41,6 +42,7 @@ def settings_of(kv: KVPlan, fault: str) -> KVSettings:
         ahead_low=kv.ahead_low,
         ahead_high=kv.ahead_high,
         commit_timeout_s=kv.commit_timeout_s,
+        limit_binds=limit_binds,
         idle_s=0.0 if faults.unmaps_eagerly(fault) else IDLE_S,
     )
 
@@ -49,17 +51,28 @@ class RankKV:
     """Reserves a rank's region, and tells the run about the rank's progress.
 
     Args:
+        on_limit: called by the listener, in a thread of its own, with a new limit (pages, or None), where this rank's
+            process is the one that can set it.
         commits: whether the stage's listener takes Map and Unmap, for a manager elsewhere. False: the rank's own
             manager maps and unmaps, and the listener only says what is mapped.
     """
 
-    def __init__(self, run: RunEnv, plan: LaunchPlan, rank: RankPlan, *, commits: bool) -> None:
+    def __init__(
+        self,
+        run: RunEnv,
+        plan: LaunchPlan,
+        rank: RankPlan,
+        *,
+        commits: bool,
+        on_limit: Callable[[int | None], None] | None = None,
+    ) -> None:
         self.run = run
         self.plan = plan
         self.rank = rank
         self.faults = faults.faults_of(run.fault, rank)
         self.memory: RankMemory | None = None
         self._commits = commits
+        self._on_limit = on_limit
         self._paths = RunPaths(run.run_dir)
         self._service: StageListener | StagePeer | None = None
 
@@ -111,6 +124,11 @@ class RankKV:
         }
         self.tell("kv", msgspec.json.encode(about).decode())
 
+    def limited(self, pages: int | None) -> None:
+        """This rank keeps another limit from now on: for who asks for its state."""
+        assert self.memory is not None  # a limit on what is not there
+        self.memory.limit_pages = pages
+
     def close(self) -> None:
         """Stop answering. The region stays until the process ends: the engine's tensors lie in it."""
         if self._service is not None:
@@ -133,6 +151,7 @@ class RankKV:
                 peer_path=peer_path,
                 peers=[r for r in stage.ranks if r != stage.leader],
                 peer_timeout_s=self.plan.kv.commit_timeout_s / 2,
+                on_limit=self._on_limit,
                 commits=self._commits,
             )
             self._service = listener

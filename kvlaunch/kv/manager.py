@@ -234,8 +234,8 @@ class KVCacheManager:
     def set_limit(self, pages: int | None) -> int:
         """Change how many pages may be mapped at once, page 0 included; None: all.
 
-        A lower limit than what is in use is reached as memory frees; until then nothing more is mapped. A higher one
-        takes effect at once.
+        A lower limit than what is in use is reached as memory frees; until then nothing more is mapped (where the limit
+        binds, see KVSettings). A higher one takes effect at once.
 
         Returns:
             Pages that are mapped beyond the limit still (`pages_over_limit`).
@@ -261,6 +261,11 @@ class KVCacheManager:
         """Mapped pages beyond the limit: held by blocks in use, or about to go. 0: the limit is kept."""
         return max(0, self._pool.committed_pages - self._limit)
 
+    @property
+    def pages_held_over_limit(self) -> int:
+        """Those of them that blocks in use hold: no waiting helps, only freeing."""
+        return max(0, self._pool.mapped_pages - self._pool.empty_pages - self._limit)
+
     def stats(self) -> KVStats:
         """Numbers for metrics and tests. Raises: background errors."""
         if self._background.results:
@@ -268,6 +273,7 @@ class KVCacheManager:
         pool, commits = self._pool, self._commits
         return KVStats(
             mapped_pages=pool.committed_pages - pool.mapping_pages,
+            touched_pages=pool.touched_pages,
             free_pages=pool.empty_pages,
             retiring_pages=pool.retiring_pages + pool.unmapping_pages,
             limit_pages=self._limit,
@@ -287,13 +293,16 @@ class KVCacheManager:
             raise ValueError(f"a limit of {pages} pages is not possible: page 0 is always mapped; use at least 1")
         return self._pool.num_pages if pages is None else min(pages, self._pool.num_pages)
 
-    def _allowance(self) -> int:
+    def _allowance(self, *, owner_asks: bool = True) -> int:
         """Pages that are not in service and may come into it under the limit."""
-        return max(0, self._limit - self._pool.mapped_pages - self._commits.quarantined_pages)
+        return max(0, self._bound(owner_asks) - self._pool.mapped_pages - self._commits.quarantined_pages)
 
-    def _mappable(self, pages: int) -> int:
+    def _mappable(self, pages: int, *, owner_asks: bool = True) -> int:
         """How many of these may be mapped at once without passing the limit."""
-        return min(pages, self._limit - self._pool.committed_pages)
+        return min(pages, self._bound(owner_asks) - self._pool.committed_pages)
+
+    def _bound(self, owner_asks: bool) -> int:
+        return self._limit if self.settings.limit_binds or not owner_asks else self._pool.num_pages
 
     def _grow(self, n: int) -> None:
         """Make n blocks ready where that is possible, waiting for the ranks."""
@@ -326,12 +335,13 @@ class KVCacheManager:
     def _map_ahead(self, spoken_for: int = 0) -> None:
         """Fill the reserve up, first with pages that were about to go, beside pages under way that are spoken for."""
         pool, commits, now = self._pool, self._commits, self._last_active
-        want = min(self._ahead.high + spoken_for - pool.empty_pages, self._allowance()) - pool.mapping_pages
+        allowance = self._allowance(owner_asks=False)
+        want = min(self._ahead.high + spoken_for - pool.empty_pages, allowance) - pool.mapping_pages
         if want <= 0:
             return
         want -= pool.reclaim(want)
         if not commits.ahead.blocked(now) and not commits.demand.blocked(now):
-            commits.begin_map(self._mappable(want), urgent=False)
+            commits.begin_map(self._mappable(want, owner_asks=False), urgent=False)
 
     def _retire(self, n: int) -> None:
         self._pool.retire(n, self.steps.scheduled)

@@ -57,10 +57,13 @@ class PagePool:
         """Blocks handed out and not given back."""
         self.empty_pages = 0
         """MAPPED pages all of whose blocks are free; page 0 never counts."""
+        self.touched_pages = 1
+        """Pages that were MAPPED at any time so far."""
         self.mapping_pages = 0
         self.unmapping_pages = 0
 
         self._state = bytearray(self.num_pages)
+        self._touched = bytearray(self.num_pages)
         self._in_use = bytearray(num_blocks)
         self._free: dict[int, list[int]] = {}  # MAPPED page -> its free blocks, handed out from the end
         self._unmapped = list(range(1, self.num_pages))  # heap; holds each UNMAPPED page once
@@ -72,6 +75,7 @@ class PagePool:
         self._in_tail = bytearray(self.num_pages)
 
         self._state[0] = PageState.MAPPED
+        self._touched[0] = 1
         self._serve(0, first_block=1)
 
     @property
@@ -179,6 +183,8 @@ class PagePool:
         self._move(pages, PageState.MAPPING, PageState.MAPPED)
         self.mapping_pages -= len(pages)
         for page in pages:
+            self.touched_pages += not self._touched[page]
+            self._touched[page] = 1
             self._serve(page)
 
     def abort_map(self, pages: Sequence[int]) -> None:

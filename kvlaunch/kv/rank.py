@@ -71,6 +71,8 @@ class RankMemory:
         self.tp_rank = tp_rank
         self.run = run
         self.epoch = epoch
+        self.limit_pages: int | None = None
+        """The limit that this rank's own manager keeps, for `state`; None: none, or the manager is elsewhere."""
         self._fault = fault
         self._lock = threading.Lock()
         self._records: dict[str, _Record] = {}
@@ -111,6 +113,7 @@ class RankMemory:
                 mapped_pages=self._mapped.count(1),
                 num_blocks=self.geometry.num_blocks,
                 blocks_per_page=self.geometry.blocks_per_page,
+                limit_pages=self.limit_pages,
             )
 
     def mapped_runs(self) -> list[PageRun]:

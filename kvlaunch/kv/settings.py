@@ -18,6 +18,9 @@ class KVSettings:
     """Free mapped pages up to which it maps ahead. Both double after a step that had to wait, see Watermarks."""
     limit_pages: int | None = None
     """Pages that may be mapped at once, the null block's included; None: all."""
+    limit_binds: bool = True
+    """Whether `ensure` keeps the limit. False: the owner keeps it by what it asks for, in blocks; what it asks for is
+    mapped, and the limit only says what goes back at once and what may be mapped ahead."""
     commit_timeout_s: float = 5.0
     """Deadline of one map or unmap over all ranks."""
     idle_s: float = 0.5

@@ -11,6 +11,8 @@ class KVStats:
 
     mapped_pages: int
     """Pages that have memory on every rank, page 0 and those about to be given back included."""
+    touched_pages: int
+    """Pages that had memory at any time so far."""
     free_pages: int
     """Of these, the ones in service with no block in use (page 0 never counts)."""
     retiring_pages: int

@@ -22,10 +22,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kvlaunch.events import read_events
 from kvlaunch.kv.memory.smaps import resident_bytes
 from kvlaunch.launch.paths import RunPaths, runs_root
 from kvlaunch.plan.types import LaunchPlan
+
+ENGINES = [
+    pytest.param("vllm", marks=pytest.mark.vllm),
+    pytest.param("sglang", marks=pytest.mark.sglang),
+]
+"""For tests that hold for both engines; each runs in its own environment."""
 
 READY_TIMEOUT_S = 240
 STOP_TIMEOUT_S = 60
@@ -185,6 +193,10 @@ class Engine:
         """Bytes of one page in each rank."""
         plan = self.plan
         return [plan.kv.blocks_per_page * rank.kv_bytes_per_block for rank in plan.ranks]
+
+    def kv_stats(self) -> dict[str, Any]:
+        """KVStats that the engine wrote when it last became idle."""
+        return dict(json.loads(self.paths.kv_stats.read_bytes()))
 
     def at_baseline(self) -> bool:
         """At most one page beyond the null block's is resident on each rank."""

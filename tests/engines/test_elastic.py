@@ -56,6 +56,7 @@ def test_nothing_is_committed_before_the_first_request(pair: Pair) -> None:
     wait_until(pair.elastic.at_baseline, 30, f"resident {pair.elastic.resident_bytes()}")
 
 
+@pytest.mark.supports("tokens of the stock engine at 1x1, 2x1, 1x2 and 2x2, prefix cache on and off")
 def test_tokens_are_those_of_the_stock_engine(pair: Pair) -> None:
     assert pair.elastic.plan.kv.guard
     distinct = {tuple(tokens) for tokens in pair.expected[0]}
@@ -64,6 +65,7 @@ def test_tokens_are_those_of_the_stock_engine(pair: Pair) -> None:
         assert pair.elastic.complete_all(PROMPTS) == expected
 
 
+@pytest.mark.supports("memory follows the load on every rank")
 def test_memory_follows_the_load_on_every_rank(pair: Pair) -> None:
     engine = pair.elastic
     wait_until(engine.at_baseline, 30, f"idle: resident {engine.resident_bytes()}")
@@ -116,6 +118,7 @@ def test_every_rank_knows_its_place(pair: Pair) -> None:
     assert len({told["pid"] for told in about.values()}) == world_size
 
 
+@pytest.mark.supports("an idle engine stays idle")
 def test_it_stays_quiet_when_idle(pair: Pair) -> None:
     """At baseline nothing wakes the scheduler: it uses no processor time to speak of."""
     import psutil

@@ -74,6 +74,12 @@ def elastic(manager: KVCacheManager, page_size: int) -> Any:
     return ElasticPagedAllocator(size, page_size, torch.bfloat16, "cpu", kvcache=pool, need_sort=False)
 
 
+def manager_blocks(allocator: Any) -> Blocks:
+    found = allocator._blocks
+    assert isinstance(found, Blocks)
+    return found
+
+
 def stock(manager: KVCacheManager, page_size: int) -> Any:
     size = (manager.settings.num_blocks - 1) * page_size
     if page_size == 1:
@@ -181,6 +187,30 @@ def test_a_flush_takes_everything_back(manager: KVCacheManager, page_size: int) 
     while manager.stats().retiring_pages:
         manager.tick()
     assert manager.stats().mapped_pages == 1
+
+
+@pytest.mark.filterwarnings("ignore:Only CUDA, HIP and XPU support AWQ")  # SGLang imports that late, on the way
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_under_a_limit_less_is_available_and_what_must_go_on_goes_on(manager: KVCacheManager, page_size: int) -> None:
+    allocator = elastic(manager, page_size)
+    blocks: Blocks = manager_blocks(allocator)
+    requests = Requests(allocator)
+    assert requests.extend(0, 100 * page_size)
+    blocks.set_limit(4)  # 64 blocks, the null block among them
+    assert allocator.available_size() == (63 - 100) * page_size
+    assert blocks.withheld == 4095 - 63
+    alone, two = [object()], [object(), object()]
+    assert allocator.check_decode_capacity(num_tokens=page_size, tree_cache=None, requests=alone)
+    assert not allocator.check_decode_capacity(num_tokens=page_size, tree_cache=None, requests=two)
+    assert not allocator.check_decode_capacity(num_tokens=page_size, tree_cache=None)
+    assert requests.extend(0, 28 * page_size), "a prefill under way ends its work"
+    assert not requests.extend(0, 4000 * page_size)
+    requests.free([0])
+    assert allocator.available_size() == 63 * page_size
+    manager.tick()
+    assert manager.stats().mapped_pages - manager.stats().retiring_pages <= 4
+    blocks.set_limit(None)
+    assert allocator.available_size() == 4095 * page_size
 
 
 def test_pages_stay_few_when_tokens_come_and_go(manager: KVCacheManager) -> None:

@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(600)]
 SMALL = small("sglang")
 
 
+@pytest.mark.supports("a rank that was forgotten crashes at once (`kv.guard`)")
 def test_a_forgotten_stage_crashes_under_the_guard() -> None:
     """The proof that the guard works: stage 1 agrees to every map and maps nothing beyond the first page."""
     with launch(*SMALL, "tp=1", "pp=2", fault="unmapped,stage=1") as engine:
@@ -25,6 +26,7 @@ def test_a_forgotten_stage_crashes_under_the_guard() -> None:
     assert re.search("SIGSEGV|[Ss]egfault|Segmentation fault", log)
 
 
+@pytest.mark.supports("the rank that failed first is named")
 def test_a_rank_that_raises_at_start_is_the_one_that_is_named() -> None:
     out = kvlaunch(
         "up", "model=tiny-qwen3", "server.port=0", *SMALL, "tp=2", "pp=1",
@@ -36,6 +38,7 @@ def test_a_rank_that_raises_at_start_is_the_one_that_is_named() -> None:
     assert "rank1.log" in out.stderr
 
 
+@pytest.mark.supports("a map that fails on one rank", how="the engine ends and names the rank")
 def test_a_rank_without_memory_ends_the_engine_and_is_named() -> None:
     """The ranks of SGLang count alike and schedule in step: one that cannot keep up is an error, and no guess."""
     fault = "map-fails,rank=1,after=1,times=1000000"

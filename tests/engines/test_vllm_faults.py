@@ -18,6 +18,7 @@ def scheduler_log(engine: Engine) -> str:
     return engine.paths.engine_log.read_text(errors="replace")
 
 
+@pytest.mark.supports("a rank that was forgotten crashes at once (`kv.guard`)")
 def test_a_forgotten_stage_crashes_under_the_guard() -> None:
     """The proof that the guard works: stage 1 agrees to every map and maps nothing. It does not get to be ready."""
     out = kvlaunch(
@@ -31,6 +32,7 @@ def test_a_forgotten_stage_crashes_under_the_guard() -> None:
     assert re.search("SIGSEGV|[Ss]egfault|Segmentation fault", Path(log.group(1)).read_text(errors="replace"))
 
 
+@pytest.mark.supports("a map that fails on one rank", how="rolled back on all; the engine serves on")
 def test_a_failed_map_is_rolled_back_everywhere_and_the_engine_serves_on() -> None:
     """Rank 3 (stage 1) refuses three maps, under load and alone."""
     expected = stock_answers("vllm", tp=2, pp=2, prefix_caching=True)[0]
@@ -60,6 +62,7 @@ def test_a_listener_that_hangs_is_an_error_within_its_deadline_and_the_engine_se
         wait_until(engine.at_baseline, 30, f"resident {engine.resident_bytes()}")
 
 
+@pytest.mark.supports("the rank that failed first is named")
 def test_a_rank_that_raises_at_start_is_the_one_that_is_named() -> None:
     out = kvlaunch(
         "up", "model=tiny-qwen3", "server.port=0", *SMALL, "tp=2", "pp=2",

@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.harness import launch, prompts, storm, wait_until
+from kvlaunch.errors import ConfigError
+from tests.engines.harness import kvlaunch, launch, prompts, storm, wait_until
 from tests.engines.hybrid_model import SLIDING_WINDOW, make_hybrid
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
+@pytest.mark.supports("aborted requests give every page back, with `pp=2`")
+@pytest.mark.supports("several steps in flight (asynchronous scheduling, overlap)")
 @pytest.mark.parametrize(
     ("in_flight", "requests"),
     [(("pp=2",), 2000), (("pp=1", "engine.args.async_scheduling=true"), 500)],
@@ -40,6 +43,7 @@ TIGHT = (
 )
 
 
+@pytest.mark.supports("preemption (retraction) and chunked prefill, tokens as without")
 @pytest.mark.parametrize(
     "in_flight",
     [
@@ -63,6 +67,7 @@ def test_preemption_and_chunked_prefill_give_the_tokens_of_the_stock_engine(in_f
         assert elastic.complete_all(texts, max_tokens=96) == expected
 
 
+@pytest.mark.supports("the prefix cache emptied on request gives its pages back")
 def test_a_reset_of_the_prefix_cache_gives_its_pages_back() -> None:
     with launch(
         "engine=vllm", "kv.reserve=64MiB", "kv.cache.idle_s=3600", "engine.env.VLLM_SERVER_DEV_MODE=1"
@@ -75,14 +80,20 @@ def test_a_reset_of_the_prefix_cache_gives_its_pages_back() -> None:
         assert engine.complete_all(prompts(24)) == expected
 
 
+@pytest.mark.supports("`kv.cache.keep`, `kv.cache.idle_s`")
+@pytest.mark.supports("a limit changed while it serves (`kvlaunch limit`)", refused=True)
 def test_kept_cache_stays_and_the_rest_goes() -> None:
     with launch("engine=vllm", "kv.reserve=64MiB", "kv.cache.keep=1MiB", "kv.cache.idle_s=1") as engine:
         engine.complete_all(prompts(24), max_tokens=64)
         keep, page = 1024 * 1024, engine.page_bytes()[0]
         wait_until(lambda: engine.resident_bytes()[0] <= keep + 2 * page, 30, f"{engine.resident_bytes()} stay mapped")
         assert engine.resident_bytes()[0] >= keep
+        refused = kvlaunch("limit", "2MiB", engine.run)
+        assert refused.returncode == ConfigError.exit_code
+        assert "engine=vllm" in refused.stderr
 
 
+@pytest.mark.supports("sliding-window and full attention together")
 def test_sliding_window_and_full_attention_together(tmp_path: Path) -> None:
     """Several cache groups share the pool; blocks that leave the window are freed while their request runs on."""
     model = make_hybrid(tmp_path)

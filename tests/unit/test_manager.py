@@ -14,6 +14,8 @@ from kvlaunch.kv.manager import KVCacheManager
 from kvlaunch.kv.settings import KVSettings
 from tests.unit.manager_fakes import Bench, FakeRanks
 
+pytestmark = pytest.mark.contract
+
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., Bench]]:
@@ -183,6 +185,19 @@ def test_a_raised_limit_grows_at_once(make):
     assert bench.manager.ensure(20) >= 20
     bench.manager.set_limit(None)
     assert bench.manager.stats().limit_pages == 40
+
+
+def test_a_limit_that_does_not_bind_sheds_and_stops_the_reserve_and_lets_the_owner_pass(make):
+    bench = make(ahead_low=2, ahead_high=4, limit_pages=3, limit_binds=False)
+    blocks = bench.get(19)  # pages 0-4
+    bench.settle()
+    assert bench.ranks.mapped == {0, 1, 2, 3, 4}
+    assert (bench.manager.pages_over_limit, bench.manager.pages_held_over_limit) == (2, 2)
+    bench.manager.give(blocks[8:])
+    bench.step()
+    bench.settle()
+    assert bench.manager.pages_held_over_limit == 0
+    assert bench.ranks.mapped == {0, 1, 2}
 
 
 def test_a_limit_without_page_0_is_refused(make):

@@ -13,6 +13,8 @@ from kvlaunch.kv.background import Background, Operation
 from kvlaunch.kv.settings import KVSettings
 from tests.unit.manager_fakes import DEADLINE_S, Bench, FakeRanks
 
+pytestmark = pytest.mark.contract
+
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., Bench]]:

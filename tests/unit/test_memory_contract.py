@@ -13,6 +13,8 @@ from kvlaunch.kv.memory.base import MemoryBackend, RangeSet, Region
 from kvlaunch.kv.memory.host import HostBackend
 from kvlaunch.kv.memory.noop import NoopBackend
 
+pytestmark = pytest.mark.contract
+
 PAGES = 16
 
 

@@ -12,6 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvlaunch.kv.release import StepClock
 from tests.unit.manager_fakes import Bench
 
+pytestmark = pytest.mark.contract
+
 
 def test_steps_are_counted():
     clock = StepClock()

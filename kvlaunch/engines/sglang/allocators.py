@@ -3,10 +3,15 @@
 What SGLang counts as available is what is not handed out, whether or not there is memory behind it yet: that number is
 the same on every rank at the same step, and only the order of slots and the mapped pages are a rank's own. A rank that
 cannot map what it counted on ends the engine.
+
+A limit makes that number smaller, below zero where more is in use: then SGLang evicts, admits nothing and retracts
+until it is kept. Two are served beyond it while there is address space, where stock SGLang would end or fail a request:
+the next chunk of a prefill under way, and the last request of a batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,14 +37,30 @@ class Blocks:
     def __init__(self, manager: KVCacheManager, global_rank: int) -> None:
         self.manager = manager
         self._global_rank = global_rank
+        self._limit = self._all = manager.settings.num_blocks - 1
 
     @property
     def available(self) -> int:
-        """Blocks that are not handed out; block 0 never counts."""
-        return self.manager.settings.num_blocks - 1 - self.manager.in_use_blocks
+        """Blocks that may be handed out under the limit; negative where more are in use. Block 0 never counts."""
+        return self._limit - self.manager.in_use_blocks
+
+    @property
+    def withheld(self) -> int:
+        """Blocks that exist and that the limit keeps from use."""
+        return self._all - self._limit
+
+    def fits(self, n: int) -> bool:
+        """Whether n more can be handed out at all, past the limit or not."""
+        return n <= self._all - self.manager.in_use_blocks
+
+    def set_limit(self, pages: int | None) -> None:
+        """Use the blocks of so many pages only, page 0 included; None: of all. At least 1."""
+        self.manager.set_limit(pages)
+        blocks = self._all if pages is None else pages * self.manager.settings.blocks_per_page - 1
+        self._limit = min(blocks, self._all)
 
     def take(self, n: int) -> torch.Tensor:
-        """Hand out n of the available blocks, by number (int64).
+        """Hand out n blocks of those that fit, by number (int64).
 
         Raises:
             KVCommitError: no memory for them.
@@ -88,7 +109,13 @@ class ElasticTokenAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
         return self._blocks.available
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        return self._blocks.take(need_size) if need_size <= self._blocks.available else None
+        return self._blocks.take(need_size) if self._blocks.fits(need_size) else None
+
+    def check_decode_capacity(self, *, num_tokens: int, tree_cache: Any, requests: Any = None, **others: Any) -> bool:
+        enough = super().check_decode_capacity(
+            num_tokens=num_tokens, tree_cache=tree_cache, requests=requests, **others
+        )
+        return enough or (_alone(requests) and self._blocks.fits(num_tokens))
 
     def free(self, free_index: torch.Tensor) -> None:
         if free_index.numel() == 0:
@@ -150,14 +177,24 @@ class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         slots: torch.Tensor | None = super().alloc_decode(seq_lens, seq_lens_cpu, last_loc)
         return slots
 
+    def check_decode_capacity(self, *, num_tokens: int, tree_cache: Any, requests: Any = None, **others: Any) -> bool:
+        enough = super().check_decode_capacity(
+            num_tokens=num_tokens, tree_cache=tree_cache, requests=requests, **others
+        )
+        return enough or (_alone(requests) and self._blocks.fits(-(-num_tokens // int(self.page_size))))
+
     def _fetch(self, num_pages: int) -> bool:
-        if num_pages > self._blocks.available:
+        if not self._blocks.fits(num_pages):
             return False
         self.free_pages = self._blocks.take(num_pages) if num_pages else _NO_PAGES
         return True
 
     def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
         self._blocks.give(torch.cat(page_ids))
+
+
+def _alone(requests: Sequence[Any] | None) -> bool:
+    return requests is not None and len(requests) == 1
 
 
 _NO_PAGES = torch.empty(0, dtype=torch.int64)

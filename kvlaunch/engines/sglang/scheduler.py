@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvlaunch.engines.process import FailureRecorder
 from kvlaunch.engines.rank_kv import RankKV, settings_of
 from kvlaunch.engines.sglang import compat, pool
-from kvlaunch.engines.sglang.trim import Trim, Trimmer
+from kvlaunch.engines.sglang.orders import Limit, LimitBox, Order, Trimmer
+from kvlaunch.engines.stats_file import StatsFile
 from kvlaunch.env import RunEnv
 from kvlaunch.errors import CompatibilityError
 from kvlaunch.kv.ipc.local import LocalChannel
@@ -18,9 +20,13 @@ from kvlaunch.launch.paths import RunPaths
 from kvlaunch.plan.kv import capacity_tokens
 from kvlaunch.plan.types import LaunchPlan, RankPlan
 
+if TYPE_CHECKING:
+    from kvlaunch.engines.sglang.allocators import Blocks
+
 log = logging.getLogger("kvlaunch.sglang")
 
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+STATS = "sglang.srt.managers.scheduler_components.pool_stats_observer.SchedulerPoolStatsObserver"
 RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver"
 MEM_CACHE = "sglang.srt.mem_cache"
 
@@ -36,9 +42,13 @@ class RankHooks:
         self._run = run
         self._plan = plan
         self._rank = rank
-        self._kv = RankKV(run, plan, rank, commits=False)
+        first = rank.pp_rank == 0 and rank.tp_rank == 0  # the one that receives the requests for all
+        self._limits = LimitBox() if first else None
+        self._stats = StatsFile(RunPaths(run.run_dir)) if first else None
+        self._kv = RankKV(run, plan, rank, commits=False, on_limit=self._limits.put if self._limits else None)
         self._failures = FailureRecorder.of_rank(RunPaths(run.run_dir), rank)
         self._manager: KVCacheManager | None = None
+        self._blocks: Blocks | None = None
         self._trimmer: Trimmer | None = None
 
     def install(self) -> None:
@@ -77,8 +87,9 @@ class RankHooks:
                 f"{SCHEDULER}.run_batch": ("around", self._run_batch),
                 f"{SCHEDULER}.process_batch_result": ("around", self._process_batch_result),
                 f"{SCHEDULER}.on_idle": ("before", self._on_idle),
-                f"{SCHEDULER}.process_input_requests": ("before", self._take_trims),
-                f"{RECEIVER}._pull_raw_reqs": ("after", self._add_trim),
+                f"{SCHEDULER}.process_input_requests": ("before", self._take_orders),
+                f"{RECEIVER}._pull_raw_reqs": ("after", self._add_orders),
+                f"{STATS}._get_token_info": ("around", self._count_withheld),
             }
         )
 
@@ -131,12 +142,14 @@ class RankHooks:
                 f"SGLang counts {scheduler.max_total_num_tokens} KV slots where the plan has "
                 f"{capacity_tokens(self._plan.kv)}."
             )
-        if self._rank.pp_rank == 0 and self._rank.tp_rank == 0:
-            kv = self._plan.kv
+        if self._limits is not None:
+            kv, manager = self._plan.kv, self._manager
+            page_tokens = kv.blocks_per_page * kv.block_size
             self._trimmer = Trimmer(
                 keep_tokens=kv.cache_keep_bytes // max(rank.kv_bytes_per_token for rank in self._plan.ranks),
                 idle_s=kv.cache_idle_s,
                 evictable=scheduler.tree_cache.evictable_size,
+                over_limit=lambda: manager.pages_held_over_limit * page_tokens,
             )
 
     def _capacity(self, _configurator: Any, _token_capacity: int) -> int:
@@ -150,12 +163,12 @@ class RankHooks:
         assert self._kv.memory is not None  # create_buffers has made it
         self._manager = KVCacheManager(
             world_size=1,
-            settings=settings_of(self._plan.kv, self._run.fault),
+            settings=settings_of(self._plan.kv, self._run.fault, limit_binds=False),
             channel=LocalChannel(self._kv.memory),
             wake=_no_wake,
         )
         self._manager.start()
-        kv_pool.kvlaunch_blocks = Blocks(self._manager, self._rank.global_rank)
+        self._blocks = kv_pool.kvlaunch_blocks = Blocks(self._manager, self._rank.global_rank)
 
     def _run_batch(self, run: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         if self._manager is not None:
@@ -173,18 +186,46 @@ class RankHooks:
     def _on_idle(self, _scheduler: Any) -> None:
         if self._manager is not None:
             self._manager.tick()
+            if self._stats is not None:
+                self._stats.tell(self._manager)
 
-    def _add_trim(self, requests: list[Any] | None, _receiver: Any) -> None:
-        trim = self._trimmer.due() if self._trimmer is not None else None
-        if trim is not None and requests is not None:
-            requests.append(trim)
+    def _add_orders(self, requests: list[Any] | None, _receiver: Any) -> None:
+        if requests is None or self._limits is None or self._trimmer is None:
+            return
+        orders = (self._limits.due(), self._trimmer.due())
+        requests.extend(order for order in orders if order is not None)
 
-    def _take_trims(self, scheduler: Any, requests: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _take_orders(self, scheduler: Any, requests: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-        for trim in (request for request in requests if isinstance(request, Trim)):
-            scheduler.tree_cache.evict(EvictParams(num_tokens=trim.tokens))
-        return (scheduler, [request for request in requests if not isinstance(request, Trim)]), {}
+        for order in (request for request in requests if isinstance(request, Order)):
+            tokens = self._limit_to(order.pages) if isinstance(order, Limit) else order.tokens
+            if tokens > 0:
+                scheduler.tree_cache.evict(EvictParams(num_tokens=tokens))
+        return (scheduler, [request for request in requests if not isinstance(request, Order)]), {}
+
+    def _limit_to(self, pages: int | None) -> int:
+        """Take the limit over. Returns the tokens that are in use beyond it."""
+        assert self._blocks is not None  # orders come to a scheduler that works with the elastic pool
+        self._blocks.set_limit(pages)
+        self._kv.limited(pages)
+        log.info("KV limit: %s pages", "all" if pages is None else pages)
+        return -self._blocks.available * self._plan.kv.block_size
+
+    def _count_withheld(self, count: Callable[[Any], Any], observer: Any) -> Any:
+        """SGLang's leak check adds up what is available and what is used: slots beyond the limit are neither."""
+        stats = count(observer)
+        assert self._blocks is not None
+        withheld = self._blocks.withheld * self._plan.kv.block_size
+        if not withheld:
+            return stats
+        used = stats.full_num_used - withheld
+        return dataclasses.replace(
+            stats,
+            full_num_used=used,
+            full_token_usage=used / stats.full_capacity,
+            full_available_size=stats.full_available_size + withheld,
+        )
 
 
 def _no_wake() -> None:

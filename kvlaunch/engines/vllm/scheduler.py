@@ -7,16 +7,14 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from kvlaunch.engines.rank_kv import settings_of
+from kvlaunch.engines.stats_file import StatsFile
 from kvlaunch.engines.vllm import compat
 from kvlaunch.env import RunEnv
 from kvlaunch.errors import CompatibilityError
 from kvlaunch.kv.ipc.client import ZmqChannel
 from kvlaunch.kv.manager import KVCacheManager
 from kvlaunch.launch.paths import RunPaths
-from kvlaunch.launch.state import write_atomically
 from kvlaunch.plan.types import LaunchPlan
 
 if TYPE_CHECKING:
@@ -36,7 +34,7 @@ class SchedulerHooks:
         self._manager: KVCacheManager | None = None
         self._tick_asked = False
         self._next_trim: float | None = None
-        self._told_steps = 0
+        self._stats = StatsFile(RunPaths(run.run_dir))
 
     def install(self, config: VllmConfig) -> None:
         """Refuse what would run wrong, and put the elastic block pool in the place of vLLM's.
@@ -157,13 +155,7 @@ class SchedulerHooks:
         self._trim()
         if self._manager is not None:
             self._manager.tick()
-            self._tell_stats(self._manager)
-
-    def _tell_stats(self, manager: KVCacheManager) -> None:
-        """Write the manager's numbers down: at most once after each time of work, never during it."""
-        if manager.steps.scheduled != self._told_steps:
-            self._told_steps = manager.steps.scheduled
-            write_atomically(RunPaths(self._run.run_dir).kv_stats, msgspec.json.encode(manager.stats()))
+            self._stats.tell(self._manager)
 
     def _trim(self) -> None:
         if self._pool is not None:

@@ -23,6 +23,7 @@ from kvlaunch.kv.ipc.messages import (
     RankState,
     Refused,
     Reply,
+    SetLimit,
     StageState,
     State,
     Undo,
@@ -98,6 +99,24 @@ class ZmqChannel:
                 raise self._error("Could not read the state of every rank", failures)
             ranks = [rank for reply in replies.values() if isinstance(reply, StageState) for rank in reply.ranks]
             return sorted(ranks, key=lambda rank: rank.global_rank)
+
+    def set_limit(self, pages: int | None) -> None:
+        """Ask the first stage's leader to have every rank keep a limit (pages mapped at once; None: no limit).
+
+        It returns when the leader has understood; the ranks follow at their next step, and `state` then says so.
+
+        Raises:
+            KVCommitError: it refused, or did not answer in time.
+        """
+        with self._lock:
+            self._check_open()
+            seq = self._next_seq()
+            request = SetLimit(run=self._run, epoch=self._epoch, sender=self._sender, seq=seq, pages=pages)
+            first = self._stages[:1]
+            replies = self._ask(first, wire.encode(request), seq, time.monotonic() + self._timeout_s)
+            failures = self._failures(replies, self._timeout_s, good=Done, among=first)
+            if failures:
+                raise self._error("Could not set the limit", failures)
 
     def ping(self) -> list[Pong]:
         """Ask every stage's leader whether it is there; by stage.

@@ -52,7 +52,8 @@ class StageListener:
         peers: global ranks of the stage's other members.
         peer_timeout_s: seconds that an operation may take inside the stage, taking back included. Make it at most half
             of the requesters' deadline, so that they learn which rank it was.
-        on_limit: called with the new limit (pages, or None) for SetLimit; without it such requests are refused.
+        on_limit: called with the new limit (pages, or None) for SetLimit; a ValueError that it raises refuses the
+            limit. Without it such requests are refused.
         commits: False refuses Map, Unmap and Undo: the ranks have managers of their own.
     """
 
@@ -217,7 +218,10 @@ class StageListener:
             return self._stage.state(request, raw)
         if self._on_limit is None:
             return Refused(seq=request.seq, reason="no manager lives here whose limit could be set")
-        self._on_limit(request.pages)
+        try:
+            self._on_limit(request.pages)
+        except ValueError as error:
+            return Refused(seq=request.seq, reason=str(error))
         return Done(seq=request.seq)
 
     def _admit_all(self, server: socket.socket) -> None:

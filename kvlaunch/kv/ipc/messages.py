@@ -75,6 +75,8 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     mapped_pages: int
     num_blocks: int
     blocks_per_page: int
+    limit_pages: int | None = None
+    """What this rank's own manager may keep mapped; None: no limit, or its manager is elsewhere."""
 
 
 class RankResult(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

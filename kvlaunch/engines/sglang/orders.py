@@ -1,7 +1,8 @@
-"""Cached tokens that nobody asks for go back: decided by the first rank, done by all of them in the same step.
+"""What changes the ranks' KV caches beside their requests: decided by the first rank, done by all in the same step.
 
-Each rank of SGLang keeps a prefix cache (radix tree) of its own, and they must stay alike. So the rank that receives
-the requests for all (stage 0, tp rank 0) puts a `Trim` among them; SGLang hands it on to the other ranks with them.
+Each rank of SGLang counts its slots and keeps a prefix cache (radix tree) for itself, and they must stay alike. So the
+rank that receives the requests for all (stage 0, tp rank 0) puts its orders among them; SGLang hands them on to the
+other ranks with the requests.
 """
 
 from __future__ import annotations
@@ -20,8 +21,35 @@ class Trim:
     tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """From now on use the blocks of so many pages only, page 0 included; None: of all."""
+
+    pages: int | None
+
+
+Order = Trim | Limit
+
+
+class LimitBox:
+    """The limit that a listener was told and that the ranks have not been told yet. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._orders: deque[Limit] = deque(maxlen=1)
+
+    def put(self, pages: int | None) -> None:
+        """Called by the listener's thread. Raises ValueError for a limit without page 0."""
+        if pages is not None and pages < 1:
+            raise ValueError(f"a limit of {pages} pages is not possible: page 0 is always mapped; use at least 1")
+        self._orders.append(Limit(pages))
+
+    def due(self) -> Limit | None:
+        """Called by the scheduler at every turn of its loop."""
+        return self._orders.popleft() if self._orders else None
+
+
 class Trimmer:
-    """Decides when cached tokens have idled too long.
+    """Decides when cached tokens have idled too long, or stand in the way of the limit.
 
     The tree tells how many tokens it could evict, not since when. But it evicts the least recently used first, and only
     requests use tokens: all but as many as the requests of the last `idle_s` seconds had are older than that. Where
@@ -31,6 +59,7 @@ class Trimmer:
         keep_tokens: tokens that stay however long they idle.
         idle_s: seconds after which the others go.
         evictable: tokens in the tree that no request uses.
+        over_limit: tokens that the pages held beyond the limit have room for; so many are evicted however young.
     """
 
     def __init__(
@@ -39,11 +68,13 @@ class Trimmer:
         keep_tokens: int,
         idle_s: float,
         evictable: Callable[[], int],
+        over_limit: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._keep = keep_tokens
         self._idle_s = idle_s
         self._evictable = evictable
+        self._over_limit = over_limit
         self._clock = clock
         self._pause = min(1.0, idle_s / 10)
         self._next = clock()
@@ -65,5 +96,6 @@ class Trimmer:
         self._next = now + self._pause
         while self._used and self._used[0][0] <= now - self._idle_s:
             self._recent -= self._used.popleft()[1]
-        excess = self._evictable() - max(self._keep, self._recent)
+        evictable = self._evictable()
+        excess = max(evictable - max(self._keep, self._recent), min(evictable, self._over_limit()))
         return Trim(excess) if excess > 0 else None

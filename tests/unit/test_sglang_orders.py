@@ -1,11 +1,13 @@
-"""When SGLang's cached tokens have idled too long."""
+"""What the first rank of SGLang tells all ranks: cached tokens that are to go, and a limit."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
-from kvlaunch.engines.sglang.trim import Trim, Trimmer
+import pytest
+
+from kvlaunch.engines.sglang.orders import Limit, LimitBox, Trim, Trimmer
 
 
 class Cache:
@@ -67,3 +69,33 @@ def test_the_tree_is_asked_once_in_a_while() -> None:
         now[0] += 0.001
         trimmer.due()
     assert len(asked) == 2
+
+
+def test_tokens_that_stand_in_the_way_of_the_limit_go_at_once_and_no_more_than_there_are() -> None:
+    cache, over = Cache(keep=1000, idle_s=1.0), [0]
+    cache.trimmer = Trimmer(
+        keep_tokens=1000,
+        idle_s=1.0,
+        evictable=lambda: cache.tokens,
+        over_limit=lambda: over[0],
+        clock=lambda: cache.now,
+    )
+    cache.ended(100)
+    assert cache.after(0.2) is None
+    over[0] = 32
+    assert cache.after(0.2) == Trim(32)
+    over[0] = 500
+    assert cache.after(0.2) == Trim(68)
+    assert cache.after(0.2) is None
+
+
+def test_the_latest_limit_is_the_one_that_is_passed_on_and_once() -> None:
+    box = LimitBox()
+    assert box.due() is None
+    box.put(7)
+    box.put(None)
+    assert box.due() == Limit(None)
+    assert box.due() is None
+    with pytest.raises(ValueError, match="limit of 0 pages"):
+        box.put(0)
+    assert box.due() is None
