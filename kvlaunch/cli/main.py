@@ -62,6 +62,8 @@ app = typer.Typer(
 )
 model_app = typer.Typer(help="Models that need no download.", rich_markup_mode="rich")
 app.add_typer(model_app, name="model")
+secret_app = typer.Typer(help="What the nodes of a run share.", rich_markup_mode="rich")
+app.add_typer(secret_app, name="secret")
 
 # Unknown options reach the overrides: `--tp=2` works, and `--tp-size` gets a better answer than "no such option".
 _OVERRIDING = {"ignore_unknown_options": True}
@@ -204,6 +206,14 @@ def make_tiny(directory: Annotated[Path, typer.Argument(metavar="DIR", help="Fol
 
     tiny.make_tiny(directory)
     typer.echo(f"made {directory}; serve it with: {PROG} model={words.quoted(_as_local(directory))}")
+
+
+@secret_app.command("new")
+def secret_new() -> None:
+    """Print a new secret, for the nodes of one run to share."""
+    from kvlaunch.secret import new_secret
+
+    typer.echo(new_secret().text)
 
 
 def _as_local(directory: Path) -> str:

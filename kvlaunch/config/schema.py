@@ -152,6 +152,8 @@ class RdzvConfig:
     """host:port; null on one node: a free port of this host."""
     id: str | None = None
     """Shared by the nodes of one run; null: made for this run."""
+    secret_file: str | None = None
+    """File with the secret that the nodes share, readable by you alone; null: the variable KVLAUNCH_SECRET."""
     timeout_s: float = 300.0
 
 
