@@ -73,8 +73,7 @@ def load_secret(file: str | os.PathLike[str] | None, environ: Mapping[str, str] 
 
 def _read(path: Path) -> Secret:
     try:
-        # O_NONBLOCK: a FIFO without a writer must not keep us; fstat below refuses it.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), encoding="ascii", errors="replace") as f:
+        with open(path, encoding="ascii", errors="replace", opener=_open) as f:
             status = os.fstat(f.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise ConfigError(f"rdzv.secret_file={path}: it is no file.", hint=HINT)
@@ -86,3 +85,7 @@ def _read(path: Path) -> Secret:
             return Secret(f.read(_MOST_CHARACTERS + 2).strip())
     except OSError as error:
         raise ConfigError(f"rdzv.secret_file={path}: it cannot be read: {error.strerror}.", hint=HINT) from error
+
+
+def _open(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # a FIFO without a writer does not keep us, and is refused

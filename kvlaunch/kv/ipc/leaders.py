@@ -185,8 +185,8 @@ class NetworkLeader(RemoteLeader):
         return f" ({self._endpoint}{f': {self._probe.finding}' if self._probe else ''})"
 
     def send(self, payload: bytes) -> None:
+        self._end_probe()
         if payload is self._last:  # a repetition: while it waits for the reply, find out what it can say if none comes
-            self._end_probe()
             self._probe = _Probe(self._address)
         self._last = payload
         super().send(payload)
