@@ -75,6 +75,7 @@ def handshake(sock: zmq.Socket[bytes], endpoint: str) -> bool:
     sock.connect(endpoint)
     event = monitor.recv_monitor_message(events)["event"]
     sock.disable_monitor()
+    events.close()
     return bool(event == zmq.EVENT_HANDSHAKE_SUCCEEDED)
 
 

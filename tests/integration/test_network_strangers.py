@@ -50,12 +50,11 @@ def stage(folder: Path) -> Iterator[NetworkStage]:
 def test_only_who_knows_the_secret_is_served(
     stage: NetworkStage, keys: KeyPair | None, server: bytes | None, served: bool
 ) -> None:
-    with closing(zmq.Context()) as context, closing(context.socket(zmq.DEALER)) as sock:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as sock:
         sock.linger = 0
         if keys is not None:
             sock.curve_publickey, sock.curve_secretkey = keys.public, keys.private
             sock.curve_serverkey = server
-        sock.send(MAP, zmq.NOBLOCK) if served else None
         assert handshake(sock, stage.address) is served
     with RemoteRaw(stage.address) as owner:
         assert isinstance(owner.ask(Ping(**HEAD, seq=1)), Pong)
