@@ -17,6 +17,8 @@ GLOBAL_RANK = "KVLAUNCH_GLOBAL_RANK"
 WORLD_SIZE = "KVLAUNCH_WORLD_SIZE"
 TP_RANK = "KVLAUNCH_TP_RANK"
 PP_RANK = "KVLAUNCH_PP_RANK"
+SECRET = "KVLAUNCH_SECRET"
+"""What the nodes of a run share, so that they know each other (kvlaunch/secret.py)."""
 FAULT = "KVLAUNCH_TEST_FAULT"
 """Tests only: names a fault to inject."""
 

@@ -37,6 +37,12 @@ ENGINES = {"vllm": ("vllm-cpu", "dev"), "sglang": ("sglang-cpu", "dev")}
 """Engine -> its lock files. The first one names the base."""
 
 
+def base_python() -> str:
+    """The interpreter behind this one: with an environment activated, this one may lie in what is made anew."""
+    base: str = getattr(sys, "_base_executable", sys.executable)
+    return base
+
+
 def base_key(locks: tuple[Path, ...]) -> str:
     """Hash of everything that a base depends on: what is installed, and into which interpreter."""
     digest = hashlib.sha256()
@@ -93,7 +99,7 @@ def build_base(folder: Path, key: str, locks: tuple[Path, ...]) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     log = folder.with_suffix(".log")
     log.unlink(missing_ok=True)
-    run_step(f"base environment in {folder}", [sys.executable, "-m", "venv", folder], log=log)
+    run_step(f"base environment in {folder}", [base_python(), "-m", "venv", folder], log=log)
     count = sum(line[:1].isalnum() for lock in locks for line in lock.read_text().splitlines())
     command: list[str | Path] = [folder / "bin" / "python", "-m", "pip", "install", "--no-deps", "--no-input"]
     command += ["--disable-pip-version-check", "--progress-bar", "off"]
@@ -124,7 +130,7 @@ def build_checkout_env(folder: Path, key: str, base: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     log = folder.with_suffix(".log")
     log.unlink(missing_ok=True)
-    run_step(f"environment in {folder}", [sys.executable, "-m", "venv", "--without-pip", folder], log=log)
+    run_step(f"environment in {folder}", [base_python(), "-m", "venv", "--without-pip", folder], log=log)
     # addsitedir and not a bare path: the base's own .pth files must be read too.
     hook = f"import site; site.addsitedir({str(site_packages(base))!r})\n"
     (site_packages(folder) / "_kvlaunch_base.pth").write_text(hook)

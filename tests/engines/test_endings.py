@@ -1,4 +1,4 @@
-"""Deaths in real engines at tp=2 pp=2: a rank's, after which the engine comes back, and the launcher's, which ends all."""
+"""Deaths in real engines at tp=2 pp=2: a rank's, after which the engine comes back, and the launcher's: all ends."""
 
 from __future__ import annotations
 

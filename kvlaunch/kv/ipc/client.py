@@ -9,10 +9,10 @@ from pathlib import Path
 
 import zmq
 
-from kvlaunch.errors import KVCommitError
+from kvlaunch.errors import KVCommitError, KVLaunchError
 from kvlaunch.kv.geometry import merged_runs
 from kvlaunch.kv.ipc import wire
-from kvlaunch.kv.ipc.leaders import Leader, LocalLeader, RemoteLeader
+from kvlaunch.kv.ipc.leaders import Leader, LocalLeader, NetworkLeader, RemoteLeader
 from kvlaunch.kv.ipc.messages import (
     Done,
     Failed,
@@ -29,7 +29,9 @@ from kvlaunch.kv.ipc.messages import (
     Undo,
     Unmap,
 )
+from kvlaunch.kv.ipc.network import TCP
 from kvlaunch.kv.ipc.stage import COMMIT_SHARE
+from kvlaunch.secret import Secret
 
 
 class ZmqChannel:
@@ -48,6 +50,11 @@ class ZmqChannel:
         retries: how often a request without a reply is repeated.
         sockets: pp_rank -> the socket on which the stage takes its peers in, for stages whose leader is on this host:
             requests go there, past ZeroMQ, at less than half the cost.
+        secret: of the run, for stages whose endpoint is `tcp://HOST:PORT`.
+
+    Raises:
+        ConfigError: there is such a stage, and no secret.
+        KVCommitError: the host name of such a stage is not known.
     """
 
     def __init__(
@@ -61,6 +68,7 @@ class ZmqChannel:
         timeout_s: float = 5.0,
         retries: int = 1,
         sockets: Mapping[int, Path] | None = None,
+        secret: Secret | None = None,
     ) -> None:
         if set(endpoints) != set(leaders) or not endpoints:
             raise ValueError(f"endpoints of stages {sorted(endpoints)}, leaders of stages {sorted(leaders)}")
@@ -73,14 +81,23 @@ class ZmqChannel:
         self._lock = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None  # its threads start with the first stage by ZeroMQ
         self._stages: list[Leader] = []
-        for pp in sorted(endpoints):
-            if sockets and pp in sockets:
-                self._stages.append(LocalLeader(pp, leaders[pp], sockets[pp], sender))
-            else:
-                self._context = self._context or zmq.Context()
-                self._stages.append(RemoteLeader(self._context, pp, leaders[pp], endpoints[pp]))
         self._unsettled: list[Leader] = []
         self._unsettled_seq = 0
+        try:
+            for pp in sorted(endpoints):
+                if sockets and pp in sockets:
+                    self._stages.append(LocalLeader(pp, leaders[pp], sockets[pp], sender))
+                    continue
+                self._context = self._context or zmq.Context()
+                if endpoints[pp].startswith(TCP):
+                    self._stages.append(
+                        NetworkLeader(self._context, pp, leaders[pp], endpoints[pp], secret=secret, run=run)
+                    )
+                else:
+                    self._stages.append(RemoteLeader(self._context, pp, leaders[pp], endpoints[pp]))
+        except (KVLaunchError, ValueError):
+            self.close()
+            raise
 
     def map(self, pages: Sequence[PageRun]) -> None:
         self._commit(Map, "map", pages)

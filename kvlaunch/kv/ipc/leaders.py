@@ -1,7 +1,11 @@
-"""The two ways from a requester to a stage's leader: the stage's own socket on one host, ZeroMQ anywhere."""
+"""The ways from a requester to a stage's leader: the stage's own socket, ZeroMQ, and between hosts CurveZMQ."""
 
 from __future__ import annotations
 
+import errno
+import os
+import select
+import socket
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -9,13 +13,17 @@ from typing import Protocol
 
 import zmq
 
-from kvlaunch.kv.ipc import wire
+from kvlaunch.errors import KVCommitError
+from kvlaunch.kv.ipc import network, wire
 from kvlaunch.kv.ipc.links import Link, connect
 from kvlaunch.kv.ipc.messages import HelloRequester, Reply
+from kvlaunch.secret import Secret
 
 WAIT_SLICE_S = 0.02
 """Seconds after which a wait returns, so that the caller can look at its deadline."""
 _RECONNECT_MS = 20
+_RECONNECT_MOST_MS = 500
+"""Over the network, attempts grow rarer up to this."""
 _CONNECT_TIMEOUT_S = 0.2
 _SEND_TIMEOUT_S = 0.2
 
@@ -95,8 +103,6 @@ class LocalLeader:
 class RemoteLeader:
     """By ZeroMQ (DEALER), which connects and connects again by itself."""
 
-    trouble = ""
-
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], pp_rank: int, global_rank: int, endpoint: str) -> None:
         self.pp_rank = pp_rank
         self.global_rank = global_rank
@@ -104,6 +110,17 @@ class RemoteLeader:
         self._socket.linger = 0
         self._socket.rcvtimeo = int(WAIT_SLICE_S * 1000)
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        try:
+            self._connect(endpoint)
+        except zmq.ZMQError:
+            self._socket.close()
+            raise
+
+    @property
+    def trouble(self) -> str:
+        return ""
+
+    def _connect(self, endpoint: str) -> None:
         self._socket.connect(endpoint)
 
     def send(self, payload: bytes) -> None:
@@ -123,6 +140,97 @@ class RemoteLeader:
                     return reply
         except zmq.Again:
             return None
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class NetworkLeader(RemoteLeader):
+    """By CurveZMQ, for a leader on another host.
+
+    Args:
+        endpoint: `tcp://HOST:PORT`.
+        secret, run: from which the keys are made.
+
+    Raises:
+        ConfigError: there is no secret.
+        KVCommitError: the host's name is not known.
+        ValueError: not such an endpoint.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        pp_rank: int,
+        global_rank: int,
+        endpoint: str,
+        *,
+        secret: Secret | None,
+        run: str,
+    ) -> None:
+        self._secret = network.require_secret(secret, f"The KV listener of stage {pp_rank} at {endpoint}")
+        self._run = run
+        self._endpoint = endpoint
+        self._last = b""
+        self._probe: _Probe | None = None
+        try:
+            self._address = network.numeric(endpoint)
+        except OSError as error:
+            reason = f"the listener of stage {pp_rank} cannot be reached ({endpoint}: {error.strerror})"
+            raise KVCommitError(f"Rank {global_rank}: {reason}.", failures={global_rank: reason}) from error
+        super().__init__(context, pp_rank, global_rank, self._address)
+
+    @property
+    def trouble(self) -> str:
+        return f" ({self._endpoint}{f': {self._probe.finding}' if self._probe else ''})"
+
+    def send(self, payload: bytes) -> None:
+        self._end_probe()
+        if payload is self._last:  # a repetition: while it waits for the reply, find out what it can say if none comes
+            self._probe = _Probe(self._address)
+        self._last = payload
+        super().send(payload)
+
+    def receive(self, seq: int, *, wait: bool) -> Reply | None:
+        reply = super().receive(seq, wait=wait)
+        if reply is not None and self._probe is not None:
+            self._end_probe()
+        return reply
+
+    def close(self) -> None:
+        self._end_probe()
+        super().close()
+
+    def _connect(self, endpoint: str) -> None:
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MOST_MS)
+        network.connect(self._socket, endpoint, secret=self._secret, run=self._run, pp_rank=self.pp_rank)
+
+    def _end_probe(self) -> None:
+        if self._probe is not None:
+            self._probe.close()
+            self._probe = None
+
+
+class _Probe:
+    """Looks whether anything takes connections at an address, and never waits. ZeroMQ tries again and says nothing."""
+
+    def __init__(self, address: str) -> None:
+        host, port = network.split(address)
+        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._socket.setblocking(False)
+        self._refusal = self._socket.connect_ex((host, port))
+
+    @property
+    def finding(self) -> str:
+        poll = select.poll()  # select.select fails for a process with more than 1024 open files
+        poll.register(self._socket, select.POLLOUT)
+        if self._refusal in (0, errno.EINPROGRESS):
+            if not poll.poll(0):
+                return "nothing there answers an attempt to connect; is the network cut, or a firewall between?"
+            self._refusal = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if self._refusal:
+            return os.strerror(self._refusal)
+        return "it takes connections; does its process hang, or has it another secret or run?"
 
     def close(self) -> None:
         self._socket.close()

@@ -27,8 +27,10 @@ from kvlaunch.kv.ipc.messages import (
     Unmap,
     Welcome,
 )
+from kvlaunch.kv.ipc.network import NetworkServer, serve
 from kvlaunch.kv.ipc.stage import Stage
 from kvlaunch.kv.rank import RankMemory
+from kvlaunch.secret import Secret
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +41,7 @@ _IPC = "ipc://"
 
 class StageListener:
     """Threads: one serves requests that come by ZeroMQ (ROUTER), one takes in those who connect to the stage's own
-    socket (SOCK_SEQPACKET), and one serves each requester that came that way.
+    socket (SOCK_SEQPACKET), and one serves each requester that came that way. Two more with `network`.
 
     Requests are served one after the other. The last operation of each sender is remembered with its reply, so one
     that is repeated because the reply was lost is answered and not applied again. Bytes that are no request are
@@ -55,6 +57,12 @@ class StageListener:
         on_limit: called with the new limit (pages, or None) for SetLimit; a ValueError that it raises refuses the
             limit. Without it such requests are refused.
         commits: False refuses Map, Unmap and Undo: the ranks have managers of their own.
+        network: `tcp://HOST:PORT` where requesters of other hosts are served too, HOST an address of this host that
+            they reach, port 0 for any. They must know the secret.
+        secret: of the run, for `network`.
+
+    Raises:
+        ConfigError: `network` without a secret.
     """
 
     def __init__(
@@ -67,6 +75,8 @@ class StageListener:
         peer_timeout_s: float = 2.0,
         on_limit: Callable[[int | None], None] | None = None,
         commits: bool = True,
+        network: str | None = None,
+        secret: Secret | None = None,
     ) -> None:
         if not endpoint.startswith(_IPC):
             raise ValueError(f"endpoint {endpoint!r}: must be {_IPC}<path>")
@@ -86,13 +96,28 @@ class StageListener:
         self._closing = threading.Event()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._server: socket.socket | None = None
+        self._network: NetworkServer | None = None
+        if network is not None:
+            self._network = NetworkServer(
+                network,
+                secret=secret,
+                run=rank.run,
+                pp_rank=rank.pp_rank,
+                answer=self._answer,
+                name=f"kvlaunch-stage{rank.pp_rank}",
+            )
         self._threads: list[threading.Thread] = []
 
+    @property
+    def network_endpoint(self) -> str | None:
+        """Where requesters of other hosts are served, with address and port once started; None: nowhere."""
+        return self._network.endpoint if self._network is not None else None
+
     def start(self) -> None:
-        """Bind both sockets and serve. What a dead process left at their paths is replaced.
+        """Bind all sockets and serve. What a dead process left at their paths is replaced.
 
         Raises:
-            OSError: somebody listens there already, or the path cannot be used.
+            OSError: somebody listens there already, or the path or address cannot be used.
         """
         claim_path(self._socket_path, socket.SOCK_STREAM)
         self._server = listen_seqpacket(self._peer_path, len(self._peers) + 8)
@@ -101,9 +126,16 @@ class StageListener:
         except zmq.ZMQError as error:
             self._close_server()
             raise OSError(error.errno, f"cannot bind {self._endpoint}: {error.strerror}") from error
+        if self._network is not None:
+            try:
+                self._network.start()
+            except OSError:
+                router.close()
+                self.close()
+                raise
         name = f"kvlaunch-stage{self._rank.pp_rank}"
         self._threads = [
-            threading.Thread(target=self._serve, args=(router,), name=name, daemon=True),
+            threading.Thread(target=serve, args=(router, self._answer), name=name, daemon=True),
             threading.Thread(target=self._admit_all, args=(self._server,), name=f"{name}-join", daemon=True),
         ]
         for thread in self._threads:
@@ -118,10 +150,12 @@ class StageListener:
         self._stage.wait_ready(timeout)
 
     def close(self) -> None:
-        """End both threads and remove the sockets. May be called twice. An operation under way is given up."""
+        """End all threads and remove the sockets. May be called twice. An operation under way is given up."""
         self._closing.set()
         self._close_server()
         self._stage.close()
+        if self._network is not None:
+            self._network.close()
         if self._context is not None:
             self._context.term()  # ends the serving thread's wait, and waits for it to close its socket
             self._context = None
@@ -155,17 +189,6 @@ class StageListener:
             self._server.close()
             self._server = None
             self._peer_path.unlink(missing_ok=True)
-
-    def _serve(self, router: zmq.Socket[bytes]) -> None:
-        try:
-            while True:
-                frames = router.recv_multipart()
-                if len(frames) == 2:
-                    router.send_multipart((frames[0], self._answer(frames[1])))
-        except zmq.ContextTerminated:
-            pass
-        finally:
-            router.close()
 
     def _serve_requester(self, link: Link) -> None:
         try:
