@@ -6,6 +6,7 @@ import contextlib
 import functools
 import http.client
 import json
+import operator
 import os
 import random
 import signal
@@ -206,6 +207,60 @@ class Engine:
         if self.process.poll() is None:
             self.process.send_signal(sig)
         return self.process.wait(STOP_TIMEOUT_S)
+
+
+class Load:
+    """The same requests, round after round, in a thread of its own, until the block is left."""
+
+    def __init__(self, engine: Engine, texts: Sequence[str], max_tokens: int) -> None:
+        self.rounds: list[list[int]] = []
+        """Number of tokens of each request, for each round that was answered."""
+        self.peak: list[int] = []
+        """The most that was resident on each rank while one of the waiting methods waited."""
+        self._engine = engine
+        self._texts = texts
+        self._max_tokens = max_tokens
+        self._stop = threading.Event()
+        self._errors: list[BaseException] = []
+        self._thread = threading.Thread(target=self._work)
+
+    def __enter__(self) -> Load:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        if self._errors:
+            raise self._errors[0]
+
+    def another_round(self) -> None:
+        """Wait until one that began later than now has been answered."""
+        wanted, self.peak = len(self.rounds) + 2, self._engine.resident_bytes()
+        self._watch_until(lambda: len(self.rounds) >= wanted, "the load goes on")
+
+    def until_resident(self, least: Sequence[float]) -> None:
+        """Wait until each rank has had so many bytes resident: however seldom this busy machine lets us look."""
+        self.peak = self._engine.resident_bytes()
+        self._watch_until(lambda: all(map(operator.gt, self.peak, least)), f"resident more than {least}")
+
+    def _watch_until(self, condition: Callable[[], bool], what: str) -> None:
+        def look() -> bool:
+            self.peak = [*map(max, self.peak, self._engine.resident_bytes())]
+            return condition() or bool(self._errors)
+
+        try:
+            wait_until(look, 180, what)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; the most that was seen: {self.peak}") from None
+
+    def _work(self) -> None:
+        try:
+            while not self._stop.is_set():
+                answers = self._engine.complete_all(self._texts, max_tokens=self._max_tokens)
+                self.rounds.append([len(tokens) for tokens in answers])
+        except BaseException as error:  # noqa: BLE001 - raised again by the caller's thread
+            self._errors.append(error)
 
 
 def tokens_of(index: int) -> int:

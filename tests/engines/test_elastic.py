@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 
-from tests.engines.harness import PROMPTS, Engine, launch, overrides_of, stock_answers, wait_until
+from tests.engines.harness import PROMPTS, Engine, Load, launch, overrides_of, stock_answers, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -69,24 +68,11 @@ def test_tokens_are_those_of_the_stock_engine(pair: Pair) -> None:
 def test_memory_follows_the_load_on_every_rank(pair: Pair) -> None:
     engine = pair.elastic
     wait_until(engine.at_baseline, 30, f"idle: resident {engine.resident_bytes()}")
-    peak = [0] * (pair.case.tp * pair.case.pp)
-    done = threading.Event()
-
-    def watch() -> None:
-        while not done.wait(0.02):
-            peak[:] = map(max, peak, engine.resident_bytes())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        engine.complete_all(PROMPTS, max_tokens=256)
-    finally:
-        done.set()
-        watcher.join()
-    # Halfway through the load every request has 128 tokens that it shares with none.
+    # Halfway through a round every request has 128 tokens that it shares with none.
     needed = [0.8 * len(PROMPTS) * 128 * rank.kv_bytes_per_token for rank in engine.plan.ranks]
-    assert all(got > least for got, least in zip(peak, needed, strict=True)), peak
-    wait_until(engine.at_baseline, 30, f"after the load: resident {engine.resident_bytes()}, peak {peak}")
+    with Load(engine, PROMPTS, max_tokens=256) as load:
+        load.until_resident(needed)
+    wait_until(engine.at_baseline, 30, f"after the load: resident {engine.resident_bytes()}, peak {load.peak}")
 
 
 def test_the_kernel_and_the_ranks_agree_on_what_is_mapped(pair: Pair) -> None:

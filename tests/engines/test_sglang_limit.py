@@ -3,61 +3,17 @@
 from __future__ import annotations
 
 import json
-import threading
 from typing import Any
 
 import pytest
 
 from kvlaunch.errors import ConfigError
-from tests.engines.harness import Engine, kvlaunch, launch, prefix_cache, prompts, small, wait_until
+from tests.engines.harness import Engine, Load, kvlaunch, launch, prefix_cache, prompts, small, wait_until
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(600)]
 
 RETRACTED = "sglang:num_retracted_requests_total"
 NEW_TOKENS = 96
-
-
-class Load:
-    """The same requests, round after round, in a thread of its own."""
-
-    def __init__(self, engine: Engine, texts: list[str]) -> None:
-        self.rounds: list[list[int]] = []
-        """Number of tokens of each request, for each round that was answered."""
-        self.peak: list[int] = []
-        """The most that was resident on each rank while `another_round` waited."""
-        self._engine = engine
-        self._texts = texts
-        self._stop = threading.Event()
-        self._errors: list[BaseException] = []
-        self._thread = threading.Thread(target=self._work)
-
-    def __enter__(self) -> Load:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        if self._errors:
-            raise self._errors[0]
-
-    def another_round(self) -> None:
-        """Wait until one that began later than now has been answered."""
-        wanted, self.peak = len(self.rounds) + 2, self._engine.resident_bytes()
-
-        def answered() -> bool:
-            self.peak = [*map(max, self.peak, self._engine.resident_bytes())]
-            return len(self.rounds) >= wanted or bool(self._errors)
-
-        wait_until(answered, 180, "the load goes on")
-
-    def _work(self) -> None:
-        try:
-            while not self._stop.is_set():
-                answers = self._engine.complete_all(self._texts, max_tokens=NEW_TOKENS)
-                self.rounds.append([len(tokens) for tokens in answers])
-        except BaseException as error:  # noqa: BLE001 - raised again by the caller's thread
-            self._errors.append(error)
 
 
 def limit(engine: Engine, size: str) -> list[dict[str, Any]]:
@@ -80,7 +36,7 @@ def test_a_limit_lowered_under_load_is_kept_on_every_rank_and_lifted_again(
     texts = [text * 2 for text in prompts(24)]
     with launch("engine=sglang", "kv.reserve=32MiB", *shape, *cache, *engine_args) as engine:
         before = engine.complete_all(prompts(24))
-        with Load(engine, texts) as load:
+        with Load(engine, texts, NEW_TOKENS) as load:
             load.another_round()
             used, page = min(load.peak), engine.page_bytes()
             wanted = int(0.4 * used)
