@@ -78,7 +78,7 @@ def measure(name: str, tp: int, pp: int, reserve: str) -> dict[str, Any]:
         engines = {kv: stack.enter_context(serve.engine(*shape, f"kv={kv}")) for kv in ("static", "elastic")}
         for kv, engine in engines.items():
             where = regions(engine)
-            page = [engine.plan.kv.blocks_per_page * rank.kv_bytes_per_block for rank in engine.plan.ranks]
+            page = engine.plan.page_bytes
             result["reserved"] = engine.plan.kv.reserve_bytes
             idle = committed(where)
             peak = under_load(engine, where)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from doc_part import renew, replaced
+
 from kvlaunch.config.keys import Key, all_keys, doc_of
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
@@ -85,24 +87,11 @@ def table() -> str:
 
 def rendered(page: str) -> str:
     """The page with the table of today between its markers."""
-    head, found, rest = page.partition(BEGIN)
-    _, closed, tail = rest.partition(END)
-    if not found or not closed:
-        sys.exit(f"{PAGE}: the markers of the table are missing")
-    return f"{head}{BEGIN}\n\n{table()}\n\n{END}{tail}"
+    return replaced(page, BEGIN, END, table())
 
 
 def main() -> int:
-    page = PAGE.read_text(encoding="utf-8")
-    wanted = rendered(page)
-    if sys.argv[1:] == ["--check"]:
-        if page != wanted:
-            print("docs/configuration.md does not match kvlaunch/config/schema.py: run `make docs`", file=sys.stderr)
-            return 1
-        return 0
-    if page != wanted:
-        PAGE.write_text(wanted, encoding="utf-8")
-    return 0
+    return renew(PAGE, rendered, check=sys.argv[1:] == ["--check"], source="kvlaunch/config/schema.py")
 
 
 if __name__ == "__main__":

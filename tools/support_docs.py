@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from doc_part import renew, replaced
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "engines.md"
@@ -63,20 +64,12 @@ def table(rows: Rows) -> str:
     return "\n".join(lines)
 
 
+def rendered(page: str) -> str:
+    return replaced(page, BEGIN, END, table(collect()))
+
+
 def main() -> int:
-    page = PAGE.read_text()
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    if not rest or not after:
-        raise SystemExit(f"{PAGE} lacks its markers")
-    wanted = f"{before}{BEGIN}\n\n{table(collect())}\n\n{END}{after}"
-    if sys.argv[1:] == ["--check"]:
-        if wanted != page:
-            print(f"{PAGE.relative_to(ROOT)}: the table of support is not what the tests say; run `make docs`")
-            return 1
-        return 0
-    PAGE.write_text(wanted)
-    return 0
+    return renew(PAGE, rendered, check=sys.argv[1:] == ["--check"], source="the marks of the tests in tests/engines")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def _pages(size: str, plan: LaunchPlan) -> int | None:
         )
     if size == NO_LIMIT:
         return None
-    page_bytes = max(_page_bytes(plan))
+    page_bytes = max(plan.page_bytes)
     pages = parse_bytes(size, what="the limit") // page_bytes
     if pages < 1:
         raise ConfigError(
@@ -63,13 +63,9 @@ def _pages(size: str, plan: LaunchPlan) -> int | None:
     return pages
 
 
-def _page_bytes(plan: LaunchPlan) -> list[int]:
-    return [plan.kv.blocks_per_page * rank.kv_bytes_per_block for rank in plan.ranks]
-
-
 def _limit_bytes(plan: LaunchPlan, state: RankState) -> int | None:
     pages = state.limit_pages
-    return None if pages is None else pages * _page_bytes(plan)[state.global_rank]
+    return None if pages is None else pages * plan.page_bytes[state.global_rank]
 
 
 def _print_json(plan: LaunchPlan, states: list[RankState]) -> None:

@@ -11,7 +11,7 @@ from kvlaunch.kv.channel import Channel
 from kvlaunch.kv.commits import Commits
 from kvlaunch.kv.pages import PagePool
 from kvlaunch.kv.release import StepClock
-from kvlaunch.kv.settings import KVSettings
+from kvlaunch.kv.settings import KVSettings, check_limit
 from kvlaunch.kv.stats import KVStats
 from kvlaunch.kv.watermarks import Watermarks
 
@@ -289,8 +289,7 @@ class KVCacheManager:
         )
 
     def _checked_limit(self, pages: int | None) -> int:
-        if pages is not None and pages < 1:
-            raise ValueError(f"a limit of {pages} pages is not possible: page 0 is always mapped; use at least 1")
+        check_limit(pages)
         return self._pool.num_pages if pages is None else min(pages, self._pool.num_pages)
 
     def _allowance(self, *, owner_asks: bool = True) -> int:

@@ -5,6 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+def check_limit(pages: int | None) -> None:
+    """Raises ValueError for a limit that leaves no room for page 0."""
+    if pages is not None and pages < 1:
+        raise ValueError(f"a limit of {pages} pages is not possible: page 0 is always mapped; use at least 1")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVSettings:
     """Settings of one KVCacheManager; the same on every rank of a run."""

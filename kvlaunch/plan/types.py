@@ -155,6 +155,11 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     timeouts: TimeoutPlan
     notes: tuple[Note, ...]
 
+    @property
+    def page_bytes(self) -> list[int]:
+        """Bytes of one page of the KV cache in each rank, by global rank."""
+        return [self.kv.blocks_per_page * rank.kv_bytes_per_block for rank in self.ranks]
+
     def to_json(self) -> bytes:
         return msgspec.json.format(msgspec.json.encode(self), indent=2)
 

@@ -192,8 +192,7 @@ class Engine:
 
     def page_bytes(self) -> list[int]:
         """Bytes of one page in each rank."""
-        plan = self.plan
-        return [plan.kv.blocks_per_page * rank.kv_bytes_per_block for rank in plan.ranks]
+        return self.plan.page_bytes
 
     def kv_stats(self) -> dict[str, Any]:
         """KVStats that the engine wrote when it last became idle."""

@@ -14,7 +14,6 @@ from zmq.utils import monitor
 
 from kvlaunch.kv.ipc import network
 from kvlaunch.kv.ipc.client import ZmqChannel
-from kvlaunch.kv.ipc.listener import StageListener
 from kvlaunch.secret import Secret, new_secret
 from tests.integration.stage_kit import Raw, Stage
 
@@ -26,21 +25,7 @@ class NetworkStage(Stage):
     """A stage whose listener is on the network too."""
 
     def __init__(self, folder: Path, *, network: str = LOCAL, secret: Secret | None = SECRET, **kwargs: Any) -> None:
-        self._network = network
-        self._secret = secret
-        super().__init__(folder, **kwargs)
-
-    def new_listener(self, on_limit: Callable[[int | None], None] | None = None) -> StageListener:
-        return StageListener(
-            self.ranks[0],
-            endpoint=self.endpoint,
-            peer_path=self.peer_path,
-            peers=range(1, len(self.ranks)),
-            peer_timeout_s=0.5,
-            on_limit=on_limit,
-            network=self._network,
-            secret=self._secret,
-        )
+        super().__init__(folder, network=network, secret=secret, **kwargs)
 
     @property
     def address(self) -> str:

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -45,21 +46,22 @@ def wait_for(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
 class Stage:
     """A listener with its peers, all in this process."""
 
-    def __init__(self, folder: Path, *, tp_size: int = 2, on_limit: Callable[[int | None], None] | None = None) -> None:
+    def __init__(self, folder: Path, *, tp_size: int = 2, **listener: Any) -> None:
+        self._listener = listener
         self.ranks = [memory(r) for r in range(tp_size)]
         self.peer_path = folder / "p0"
         self.endpoint = f"ipc://{folder}/s0"
-        self.listener = self.new_listener(on_limit)
+        self.listener = self.new_listener()
         self.peers = [StagePeer(r, peer_path=self.peer_path, connect_timeout_s=10) for r in self.ranks[1:]]
 
-    def new_listener(self, on_limit: Callable[[int | None], None] | None = None) -> StageListener:
+    def new_listener(self) -> StageListener:
         return StageListener(
             self.ranks[0],
             endpoint=self.endpoint,
             peer_path=self.peer_path,
             peers=range(1, len(self.ranks)),
             peer_timeout_s=0.5,
-            on_limit=on_limit,
+            **self._listener,
         )
 
     def __enter__(self) -> Stage:

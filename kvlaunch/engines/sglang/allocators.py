@@ -11,7 +11,6 @@ the next chunk of a prefill under way, and the last request of a batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,7 +93,21 @@ def blocks_of(pool: KVCache) -> Blocks:
     return blocks
 
 
-class ElasticTokenAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
+class _LastGoesOn:
+    """The last request of a batch is decoded past the limit, where there are blocks for it: else it would be failed."""
+
+    _blocks: Blocks
+    page_size: int
+
+    def check_decode_capacity(self, *, num_tokens: int, tree_cache: Any, requests: Any = None, **others: Any) -> bool:
+        enough: bool = super().check_decode_capacity(  # type: ignore[misc]  # SGLang's, which comes behind
+            num_tokens=num_tokens, tree_cache=tree_cache, requests=requests, **others
+        )
+        alone = requests is not None and len(requests) == 1
+        return enough or (alone and self._blocks.fits(-(-num_tokens // int(self.page_size))))
+
+
+class ElasticTokenAllocator(_LastGoesOn, TokenToKVPoolAllocator):  # type: ignore[misc]
     """For page_size 1: a block is a slot."""
 
     def __init__(self, *args: Any, kvcache: KVCache, **kwargs: Any) -> None:
@@ -111,12 +124,6 @@ class ElasticTokenAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
     def alloc(self, need_size: int) -> torch.Tensor | None:
         return self._blocks.take(need_size) if self._blocks.fits(need_size) else None
 
-    def check_decode_capacity(self, *, num_tokens: int, tree_cache: Any, requests: Any = None, **others: Any) -> bool:
-        enough = super().check_decode_capacity(
-            num_tokens=num_tokens, tree_cache=tree_cache, requests=requests, **others
-        )
-        return enough or (_alone(requests) and self._blocks.fits(num_tokens))
-
     def free(self, free_index: torch.Tensor) -> None:
         if free_index.numel() == 0:
             return
@@ -126,7 +133,7 @@ class ElasticTokenAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
             self.free_group.append(self._copy_for_free_group(free_index))
 
 
-class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
+class ElasticPagedAllocator(_LastGoesOn, PagedTokenToKVPoolAllocator):  # type: ignore[misc]
     """For page_size > 1: a block is a page of SGLang.
 
     SGLang's own methods cut slots out of `free_pages`; here that holds, while one of them runs, exactly the blocks that
@@ -177,12 +184,6 @@ class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         slots: torch.Tensor | None = super().alloc_decode(seq_lens, seq_lens_cpu, last_loc)
         return slots
 
-    def check_decode_capacity(self, *, num_tokens: int, tree_cache: Any, requests: Any = None, **others: Any) -> bool:
-        enough = super().check_decode_capacity(
-            num_tokens=num_tokens, tree_cache=tree_cache, requests=requests, **others
-        )
-        return enough or (_alone(requests) and self._blocks.fits(-(-num_tokens // int(self.page_size))))
-
     def _fetch(self, num_pages: int) -> bool:
         if not self._blocks.fits(num_pages):
             return False
@@ -191,10 +192,6 @@ class ElasticPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
 
     def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
         self._blocks.give(torch.cat(page_ids))
-
-
-def _alone(requests: Sequence[Any] | None) -> bool:
-    return requests is not None and len(requests) == 1
 
 
 _NO_PAGES = torch.empty(0, dtype=torch.int64)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvlaunch.kv.settings import check_limit
+
 
 @dataclass(frozen=True, slots=True)
 class Trim:
@@ -39,8 +41,7 @@ class LimitBox:
 
     def put(self, pages: int | None) -> None:
         """Called by the listener's thread. Raises ValueError for a limit without page 0."""
-        if pages is not None and pages < 1:
-            raise ValueError(f"a limit of {pages} pages is not possible: page 0 is always mapped; use at least 1")
+        check_limit(pages)
         self._orders.append(Limit(pages))
 
     def due(self) -> Limit | None:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import zmq
 
@@ -23,6 +24,7 @@ from kvlaunch.kv.ipc.messages import (
     RankState,
     Refused,
     Reply,
+    Request,
     SetLimit,
     StageState,
     State,
@@ -106,16 +108,9 @@ class ZmqChannel:
         self._commit(Unmap, "unmap", pages)
 
     def state(self) -> list[RankState]:
-        with self._lock:
-            self._check_open()
-            seq = self._next_seq()
-            request = State(run=self._run, epoch=self._epoch, sender=self._sender, seq=seq)
-            replies = self._ask(self._stages, wire.encode(request), seq, time.monotonic() + self._timeout_s)
-            failures = self._failures(replies, self._timeout_s, good=StageState)
-            if failures:
-                raise self._error("Could not read the state of every rank", failures)
-            ranks = [rank for reply in replies.values() if isinstance(reply, StageState) for rank in reply.ranks]
-            return sorted(ranks, key=lambda rank: rank.global_rank)
+        replies = self._inquire(State, StageState, "Could not read the state of every rank", self._stages)
+        ranks = [rank for reply in replies if isinstance(reply, StageState) for rank in reply.ranks]
+        return sorted(ranks, key=lambda rank: rank.global_rank)
 
     def set_limit(self, pages: int | None) -> None:
         """Ask the first stage's leader to have every rank keep a limit (pages mapped at once; None: no limit).
@@ -125,15 +120,7 @@ class ZmqChannel:
         Raises:
             KVCommitError: it refused, or did not answer in time.
         """
-        with self._lock:
-            self._check_open()
-            seq = self._next_seq()
-            request = SetLimit(run=self._run, epoch=self._epoch, sender=self._sender, seq=seq, pages=pages)
-            first = self._stages[:1]
-            replies = self._ask(first, wire.encode(request), seq, time.monotonic() + self._timeout_s)
-            failures = self._failures(replies, self._timeout_s, good=Done, among=first)
-            if failures:
-                raise self._error("Could not set the limit", failures)
+        self._inquire(SetLimit, Done, "Could not set the limit", self._stages[:1], pages=pages)
 
     def ping(self) -> list[Pong]:
         """Ask every stage's leader whether it is there; by stage.
@@ -141,15 +128,8 @@ class ZmqChannel:
         Raises:
             KVCommitError: one did not answer in time.
         """
-        with self._lock:
-            self._check_open()
-            seq = self._next_seq()
-            request = Ping(run=self._run, epoch=self._epoch, sender=self._sender, seq=seq)
-            replies = self._ask(self._stages, wire.encode(request), seq, time.monotonic() + self._timeout_s)
-            failures = self._failures(replies, self._timeout_s, good=Pong)
-            if failures:
-                raise self._error("Could not reach every stage", failures)
-            return [reply for reply in (replies[stage] for stage in self._stages) if isinstance(reply, Pong)]
+        replies = self._inquire(Ping, Pong, "Could not reach every stage", self._stages)
+        return [reply for reply in replies if isinstance(reply, Pong)]
 
     def close(self) -> None:
         """Close the connections. May be called twice."""
@@ -160,6 +140,24 @@ class ZmqChannel:
             if self._context is not None:
                 self._context.term()
                 self._context = None
+
+    def _inquire(
+        self, kind: type[Request], good: type[Reply], what: str, stages: Sequence[Leader], **fields: Any
+    ) -> list[Reply]:
+        """One request that changes no memory to each of the stages; their replies, all of the good kind, in order.
+
+        Raises:
+            KVCommitError: `what`, and which stage refused or did not answer in time.
+        """
+        with self._lock:
+            self._check_open()
+            seq = self._next_seq()
+            request = kind(run=self._run, epoch=self._epoch, sender=self._sender, seq=seq, **fields)
+            replies = self._ask(stages, wire.encode(request), seq, time.monotonic() + self._timeout_s)
+            failures = self._failures(replies, self._timeout_s, good=good, among=stages)
+            if failures:
+                raise self._error(what, failures)
+            return [replies[stage] for stage in stages]
 
     def _commit(self, kind: type[Map | Unmap], verb: str, pages: Sequence[PageRun]) -> None:
         runs = tuple(merged_runs(pages))
