@@ -5,7 +5,7 @@
 Tests marked `sglang` run in .venv/sglang, all others in .venv/vllm: the engines pin different versions and cannot share
 an interpreter. Those marked `contract` run in both. Each run ends with pytest's closing line. The last line of all has
 the same form and counts both runs; the exit status is that of the first run that failed, and a run for which no test
-was selected does not count.
+was selected does not count. A run that ends badly although no test failed counts as an error, and is named.
 
 Needs nothing beyond the standard library.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -49,7 +50,20 @@ def run(engine: str, markers: str, args: list[str]) -> tuple[int, Counter[str]]:
     for line in ANSI.sub("", tail.decode(errors="replace")).splitlines():
         if CLOSING.match(line):
             closing = line
-    return process.returncode, counts(closing)
+    found = counts(closing)
+    status = process.returncode if process.returncode >= 0 else 128 - process.returncode
+    if status not in (0, NO_TESTS) and not found["failed"] and not found["error"]:
+        # Neither pytest nor make says it: an interpreter that crashes after its last test.
+        print(
+            f"== tests in .venv/{engine}: no test failed, but pytest ended with {ending(process.returncode)}",
+            flush=True,
+        )
+        found["error"] += 1
+    return status, found
+
+
+def ending(returncode: int) -> str:
+    return f"status {returncode}" if returncode >= 0 else signal.Signals(-returncode).name
 
 
 def counts(closing: str) -> Counter[str]:

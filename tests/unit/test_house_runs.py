@@ -65,6 +65,18 @@ def test_both_runs_count(runs: Callable[[str], tuple[int, str]], tests: str, sta
     assert line.startswith("===")
 
 
+CRASH = "import atexit, os, signal\natexit.register(os.kill, os.getpid(), signal.SIGSEGV)\n"
+
+
+def test_a_crash_after_the_last_test_is_said_and_counts(
+    runs: Callable[[str], tuple[int, str]], module: ModuleType
+) -> None:
+    status, line = runs(CRASH + "def test_a(): pass\n")
+    assert status == 128 + 11
+    assert " 1 passed, 2 errors in " in line  # both runs import the file
+    assert module.ending(-11) == "SIGSEGV"
+
+
 def test_closing_lines_of_pytest_are_understood(module: ModuleType) -> None:
     line = "==== 1 failed, 12 passed, 3 deselected, 2 warnings, 1 error in 298.26s (0:04:58) ===="
     assert module.CLOSING.match(line)
