@@ -48,6 +48,7 @@ FOLLOW_S = 1.0
 FORCE_S = 5.0
 """Beyond the grace period: a main thread that hangs in a cut network ends no engine."""
 CONNECT_S = 10.0
+ASK_AGAIN_S = 0.5
 
 
 class AcrossNodes:
@@ -55,13 +56,7 @@ class AcrossNodes:
 
     def __init__(self, agent: Agent) -> None:
         plan = agent.plan
-        addr = plan.rdzv.local_addr or address_towards(plan.rdzv.endpoint)
-        if addr is None:
-            raise RendezvousError(
-                f"{plan.rdzv.endpoint} is not known on this host, or no route leads there.",
-                hint="Check rdzv.endpoint, or give this host's own address as local_addr.",
-            )
-        self.addr = addr
+        self.addr = plan.rdzv.local_addr or _address_towards(plan.rdzv.endpoint, plan.rdzv.timeout_s)
         self.meeting: Meeting | None = None
         self._agent = agent
         self._plan = plan
@@ -274,3 +269,20 @@ class AcrossNodes:
             return
         if self.meeting is meeting:
             listeners.save(self._paths.listeners, listeners.Listeners(epoch=epoch, endpoints=everyone))
+
+
+def _address_towards(endpoint: str, timeout_s: float) -> str:
+    """This host's address on the way to the endpoint. A name may be known only some seconds after its host has started.
+
+    Raises:
+        RendezvousError: it is not known after `timeout_s` seconds.
+    """
+    deadline = time.monotonic() + timeout_s
+    while (addr := address_towards(endpoint)) is None:
+        if time.monotonic() > deadline:
+            raise RendezvousError(
+                f"{endpoint} was not known on this host within {timeout_s:g} s, or no route leads there.",
+                hint="Check rdzv.endpoint, or give this host's own address as local_addr.",
+            )
+        time.sleep(ASK_AGAIN_S)
+    return addr

@@ -52,7 +52,7 @@ def cluster(pair: list[Host], *overrides: str) -> Iterator[list[Node]]:
         *("server.host=0.0.0.0", f"rdzv.endpoint={pair[0].addr}:29400", "rdzv.id=job7", *overrides),
     ]
     secret = new_secret().text
-    processes, errors = [], []
+    processes = []
     with contextlib.ExitStack() as stack:
         for host in pair:
             log = stack.enter_context((host.runtime / "err").open("w+"))
@@ -68,19 +68,23 @@ def cluster(pair: list[Host], *overrides: str) -> Iterator[list[Node]]:
             watchdog.start()
             stack.callback(watchdog.cancel)
             processes.append(process)
-            errors.append(log)
         nodes = []
         for host, process in zip(pair, processes, strict=True):
             assert process.stdout is not None
             line = process.stdout.readline()
             if not line:
-                told = [(log.seek(0), log.read())[1] for log in errors]
-                raise AssertionError(f"{host.name} ended before it was ready: {told}")
+                raise AssertionError(f"{host.name} ended before it was ready:\n" + "\n".join(map(story, pair)))
             ready = json.loads(line)
             nodes.append(Node(process, ready["run"], ready["url"], runtime=host.runtime))
         for node in nodes:
             node.url = f"http://{pair[0].addr}:8000"
         yield sorted(nodes, key=node_rank)
+
+
+def story(host: Host) -> str:
+    """What the launcher on a host said, and the end of its engine's log."""
+    logs = [host.runtime / "err", *host.runtime.glob("kvlaunch/*/logs/engine.log")]
+    return "\n".join(f"== {host.name}, {log.name}\n{log.read_text()[-6000:]}" for log in logs if log.exists())
 
 
 def node_rank(node: Node) -> int:

@@ -57,6 +57,16 @@ def scheduler_main(*args: Any, **kwargs: Any) -> None:
     EngineCoreProc.run_engine_core(*args, **kwargs)
 
 
+def _count_ranks_as_devices(ranks: int) -> None:
+    """Several nodes on the CPU: vLLM tells by the number of devices which ranks share a node with rank 0
+    (create_from_process_group_single_reader in vllm/distributed/device_communicators/shm_broadcast.py), and a CPU counts
+    as one: with two ranks a node it does not start."""
+    from vllm.platforms import current_platform
+
+    compat.seam(current_platform, "device_count")
+    current_platform.device_count = lambda: ranks
+
+
 def worker_main(*args: Any, **kwargs: Any) -> None:
     """One rank of vLLM (`WorkerProc.worker_main`)."""
     run, plan, rank = enter_rank(lambda plan: ranks.resolve_rank(plan, kwargs["rank"]))
@@ -66,6 +76,8 @@ def worker_main(*args: Any, **kwargs: Any) -> None:
 
     from kvlaunch.engines.vllm.worker import WorkerHooks
 
+    if plan.nnodes > 1 and plan.device == "cpu":
+        _count_ranks_as_devices(len(plan.nodes[rank.node_rank].ranks))
     hooks = WorkerHooks(run, plan, rank)
     hooks.install()
     try:
