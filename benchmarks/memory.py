@@ -62,7 +62,7 @@ def under_load(engine: serve.Engine, where: Regions) -> list[int]:
     """The highest that was seen on each rank during a load."""
     peak = committed(where)
     texts = serve.prompts(96, seed=7)
-    load = threading.Thread(target=lambda: serve.load_round(engine, texts, max_tokens=160))
+    load = threading.Thread(target=lambda: serve.load_round(engine, texts, [160] * len(texts)))
     load.start()
     while load.is_alive():
         peak = [max(pair) for pair in zip(peak, committed(where), strict=True)]

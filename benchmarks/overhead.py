@@ -18,6 +18,7 @@ KV = "kv.reserve=512MiB"
 AT_ONCE = 16
 """Requests in work at the same time; the others of a round wait in the engine's queue."""
 MAX_TOKENS = 64
+"""Of a request, on average."""
 DISTURBED = 0.08
 """A pair counts as disturbed where other processes used more than this share of the processors in a round of it."""
 QUIET = 0.15
@@ -48,23 +49,24 @@ def measure(engine: str, tp: int, pp: int, *, pairs: int, seconds: float) -> dic
         requests = _calibrate(engines, seconds)
         made: list[Pair] = []
         for i, order in enumerate(stats.abba(3 * pairs, "elastic", "static")):
-            made.append(_pair(engines, order, serve.prompts(requests, seed=100 + i)))
+            made.append(_pair(engines, order, requests, seed=100 + i))
             speeds = " ".join(f"{kv} {one.tokens_per_s:.1f}" for kv, one in sorted(made[-1].rounds.items()))
             print(f"   {tp}x{pp} pair {i + 1}: tokens/s {speeds}, others {made[-1].others_cpu:.2f}", flush=True)
             if sum(pair.others_cpu <= DISTURBED for pair in made) == pairs:
                 break
     kept = sorted(made, key=lambda pair: pair.others_cpu)[:pairs]
-    about = {"topology": f"{tp}x{pp}", "requests_a_round": requests, "at_once": AT_ONCE, "max_tokens": MAX_TOKENS}
+    about = {"topology": f"{tp}x{pp}", "requests_a_round": requests, "at_once": AT_ONCE, "mean_tokens": MAX_TOKENS}
     return {**about, "pairs_made": len(made), **_summary(kept)}
 
 
-def _pair(engines: dict[str, serve.Engine], order: Sequence[str], texts: list[str]) -> Pair:
+def _pair(engines: dict[str, serve.Engine], order: Sequence[str], requests: int, seed: int) -> Pair:
+    texts, limits = serve.prompts(requests, seed), serve.lengths(requests, seed, MAX_TOKENS)
     rounds: dict[str, serve.Round] = {}
     first: dict[str, float] = {}
     before = serve.settled_stats(engines["elastic"])
     for kv in order:
         serve.quiet(QUIET, timeout_s=30)
-        rounds[kv] = serve.load_round(engines[kv], texts, max_tokens=MAX_TOKENS)
+        rounds[kv] = serve.load_round(engines[kv], texts, limits)
     after = serve.settled_stats(engines["elastic"])
     for kv in order:
         serve.quiet(QUIET, timeout_s=30)
@@ -97,7 +99,8 @@ def _calibrate(engines: dict[str, serve.Engine], seconds: float) -> int:
     for seed in range(2):
         for engine in engines.values():
             serve.quiet(QUIET, timeout_s=30)
-            last = serve.load_round(engine, serve.prompts(AT_ONCE * 2, seed), max_tokens=MAX_TOKENS)
+            count = AT_ONCE * 2
+            last = serve.load_round(engine, serve.prompts(count, seed), serve.lengths(count, seed, MAX_TOKENS))
     assert last is not None
     return max(2, round(2 * seconds / last.seconds)) * AT_ONCE
 

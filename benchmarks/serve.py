@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -171,12 +172,24 @@ class Round:
         return self.tokens / self.seconds
 
 
-def load_round(target: Engine, texts: Sequence[str], *, max_tokens: int) -> Round:
-    """All texts completed, asked in one request: the engine works through them, and no client's threads beside it."""
+def lengths(count: int, seed: int, mean: int) -> list[int]:
+    """How many tokens each of so many requests gets: from half of the mean to one and a half, the same for a seed."""
+    rng = random.Random(seed)
+    return [rng.randint(mean // 2, mean + mean // 2) for _ in range(count)]
+
+
+def load_round(target: Engine, texts: Sequence[str], max_tokens: Sequence[int]) -> Round:
+    """All texts completed, each a request of its own and of its own length, all asked at once.
+
+    Requests of one length end together, and their successors start together: how the engine happened to spread the
+    first ones over the batches of its pipeline would then last for the whole round, and make it quick or slow.
+    """
+    client = target.client()
     others, cpu_before = OthersCpu(), cpu_seconds(target.process.pid)
-    started = time.perf_counter()
-    tokens = target.client().complete(texts, max_tokens)
-    seconds = time.perf_counter() - started
+    with ThreadPoolExecutor(len(texts)) as pool:
+        started = time.perf_counter()
+        tokens = sum(pool.map(lambda text, limit: client.complete([text], limit), texts, max_tokens))
+        seconds = time.perf_counter() - started
     return Round(seconds, tokens, others.share(), cpu_seconds(target.process.pid) - cpu_before)
 
 

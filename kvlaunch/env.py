@@ -12,6 +12,7 @@ RUN_DIR = "KVLAUNCH_RUN_DIR"
 NODE_RANK = "KVLAUNCH_NODE_RANK"
 EPOCH = "KVLAUNCH_EPOCH"
 LAUNCHER_PID = "KVLAUNCH_LAUNCHER_PID"
+LOCAL_ADDR = "KVLAUNCH_LOCAL_ADDR"
 AGENT_PID = "KVLAUNCH_AGENT_PID"
 GLOBAL_RANK = "KVLAUNCH_GLOBAL_RANK"
 WORLD_SIZE = "KVLAUNCH_WORLD_SIZE"
@@ -32,6 +33,8 @@ class RunEnv:
     node_rank: int
     epoch: int
     """Restart generation of the engine: 0, then one more for each restart."""
+    local_addr: str
+    """Address by which the other nodes reach this one; empty for one node."""
     launcher_pid: int
     """Process whose death ends the run, 0 for none."""
     fault: str
@@ -49,6 +52,7 @@ def read_run_env(environ: Mapping[str, str] | None = None) -> RunEnv | None:
         run_dir=Path(run_dir),
         node_rank=int(env.get(NODE_RANK, "0")),
         epoch=int(env.get(EPOCH, "0")),
+        local_addr=env.get(LOCAL_ADDR, ""),
         launcher_pid=int(env.get(LAUNCHER_PID, "0")),
         fault=env.get(FAULT, ""),
     )

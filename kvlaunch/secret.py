@@ -44,6 +44,14 @@ class Secret:
             )
 
 
+def save_secret(secret: Secret, path: Path) -> None:
+    """Write it where only this user can read it."""
+    path.unlink(missing_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with open(fd, "w", encoding="ascii") as f:
+        f.write(secret.text + "\n")
+
+
 def new_secret() -> Secret:
     """256 bits from the operating system, as one word of 43 letters, digits, - and _."""
     return Secret(secrets.token_urlsafe(_RANDOM_BYTES))
@@ -69,6 +77,13 @@ def load_secret(file: str | os.PathLike[str] | None, environ: Mapping[str, str] 
             f"{SECRET} and rdzv.secret_file={file} hold different secrets.", hint="Give only one of them."
         )
     return read
+
+
+def require_secret(secret: Secret | None, what: str) -> Secret:
+    """Raises ConfigError where there is none; `what` is what it is for."""
+    if secret is None:
+        raise ConfigError(f"{what} needs the run's secret, and none was given.", hint=HINT)
+    return secret
 
 
 def _read(path: Path) -> Secret:

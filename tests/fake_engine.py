@@ -30,6 +30,7 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--world", type=int, default=1)
+    parser.add_argument("--first-rank", type=int, default=0, help="the first of its --world ranks")
     parser.add_argument("--rank", type=int, default=None, help="play this rank")
     parser.add_argument("--epoch", type=int, default=0, help="for a rank: the engine's")
     parser.add_argument("--ignore-term", action="store_true", help="SIGTERM is ignored by every process")
@@ -111,8 +112,23 @@ def start_kv(rank: int, run_dir: Path, epoch: int) -> None:
     )
     peer_path = paths.peer_socket(me.pp_rank)
     if rank == stage.leader:
-        others = [r for r in stage.ranks if r != rank]
-        StageListener(memory, endpoint=stage.endpoint, peer_path=peer_path, peers=others).start()
+        from kvlaunch.launch import listeners
+        from kvlaunch.secret import load_secret
+
+        env = read_run_env()
+        assert env is not None
+        listener = StageListener(
+            memory,
+            endpoint=stage.endpoint,
+            peer_path=peer_path,
+            peers=[r for r in stage.ranks if r != rank],
+            network=f"tcp://{env.local_addr}:0" if stage.network else None,
+            secret=load_secret(paths.secret, {}) if stage.network else None,
+        )
+        listener.start()
+        if listener.network_endpoint is not None:
+            found = listeners.Listeners(epoch=epoch, endpoints={me.pp_rank: listener.network_endpoint})
+            listeners.save(paths.listener_network(me.pp_rank), found)
     else:
         StagePeer(memory, peer_path=peer_path).start()
 
@@ -129,8 +145,12 @@ def start_ranks(args: argparse.Namespace, run_dir: Path, epoch: int) -> list[sub
             env=environ,
             start_new_session=args.detach_ranks,
         )
-        for rank in range(args.world)
+        for rank in ranks_of(args)
     ]
+
+
+def ranks_of(args: argparse.Namespace) -> range:
+    return range(args.first_rank, args.first_rank + args.world)
 
 
 def serve(args: argparse.Namespace) -> None:
@@ -186,7 +206,7 @@ def main() -> None:
         signal.signal(signal.SIGTERM, lambda *_: [rank.terminate() for rank in ranks] and sys.exit(0))
     serving = args.never_serve
     while True:
-        up = [up_file(run_dir, epoch, rank).exists() for rank in range(args.world)]
+        up = [up_file(run_dir, epoch, rank).exists() for rank in ranks_of(args)]
         if not serving and (all(up) or args.dead_generation):
             serve(args)
             serving = True

@@ -36,7 +36,7 @@ MEANING = {
     "device.name": "Set by the choice of the group.",
     "cluster.name": "Set by the choice of the group.",
     "nnodes": "Number of hosts.",
-    "node_rank": "Which of them this is, from 0; null: the rendezvous decides.",
+    "node_rank": "Which of them this is, from 0; null: the rendezvous decides. Node 0 serves HTTP.",
     "server.host": "Address to listen on; `0.0.0.0` for every interface.",
     "rdzv.backend": "Rendezvous backend of torch.distributed.elastic.",
     "rdzv.timeout_s": "Seconds that the nodes wait for each other.",

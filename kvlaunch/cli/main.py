@@ -62,6 +62,8 @@ app = typer.Typer(
 )
 model_app = typer.Typer(help="Models that need no download.", rich_markup_mode="rich")
 app.add_typer(model_app, name="model")
+secret_app = typer.Typer(help="What the nodes of a run share.", rich_markup_mode="rich")
+app.add_typer(secret_app, name="secret")
 
 # Unknown options reach the overrides: `--tp=2` works, and `--tp-size` gets a better answer than "no such option".
 _OVERRIDING = {"ignore_unknown_options": True}
@@ -287,6 +289,14 @@ def make_tiny(directory: Annotated[Path, typer.Argument(metavar="DIR", help="Fol
     typer.echo(f"made {directory}; serve it with: {PROG} model={words.quoted(_as_local(directory))}")
 
 
+@secret_app.command("new")
+def secret_new() -> None:
+    """Print a new secret: every node of a run gets the same, as KVLAUNCH_SECRET or in the file rdzv.secret_file."""
+    from kvlaunch.secret import new_secret
+
+    typer.echo(new_secret().text)
+
+
 def _as_local(directory: Path) -> str:
     text = str(directory)
     return text if directory.is_absolute() or text.startswith((".", "~")) else f"./{text}"
@@ -302,10 +312,10 @@ def _compose(overrides: Sequence[str] | None, config_dir: Path | None) -> Compos
 
 def _plan(config: LaunchConfig) -> Any:
     from kvlaunch.plan.host import probe_host
-    from kvlaunch.plan.ids import new_run_id
+    from kvlaunch.plan.ids import meeting_point, new_run_id
     from kvlaunch.plan.planner import make_plan
 
-    return make_plan(config, run=new_run_id(config), host=probe_host())
+    return make_plan(config, run=new_run_id(config), host=probe_host(endpoint=meeting_point(config)))
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 def run(config: LaunchConfig, *, detach: bool, verbose: bool, json_output: bool) -> int:
     """Plan, then execute the plan. Returns the exit code; raises KVLaunchError."""
     from kvlaunch.plan.host import probe_host
-    from kvlaunch.plan.ids import new_run_id
+    from kvlaunch.plan.ids import meeting_point, new_run_id
     from kvlaunch.plan.planner import make_plan
 
     with contextlib.ExitStack() as stack:
         if config.server.port == 0:
             port = port_of(stack.enter_context(hold_port(config.server.host)))
             config = dataclasses.replace(config, server=dataclasses.replace(config.server, port=port))
-        plan = make_plan(config, run=new_run_id(config), host=probe_host())
+        plan = make_plan(config, run=new_run_id(config), host=probe_host(endpoint=meeting_point(config)))
         return execute(plan, detach=detach, verbose=verbose, json_output=json_output)
 
 

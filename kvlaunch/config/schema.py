@@ -151,8 +151,10 @@ class RdzvConfig:
     endpoint: str | None = None
     """host:port; null on one node: a free port of this host."""
     id: str | None = None
-    """Shared by the nodes of one run; null: made for this run."""
+    """Shared by the nodes of one run; null: made for this run (on several nodes: from the endpoint)."""
     timeout_s: float = 300.0
+    secret_file: str | None = None
+    """File with the secret that the nodes of a run share, readable by nobody else; null: KVLAUNCH_SECRET."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -165,6 +167,10 @@ class TimeoutsConfig:
     """After a stop: running requests may finish."""
     term_s: float = 10.0
     """Between SIGTERM and SIGKILL."""
+    node_s: float = 10.0
+    """Several nodes: one that is silent for so long counts as gone."""
+    hung_s: float = 30.0
+    """While serving: a rank whose KV listener is silent for so long counts as hung, and the engine as failed."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -182,6 +188,8 @@ class LaunchConfig:
     """Pipeline-parallel size: number of stages."""
     nnodes: int = 1
     node_rank: int | None = None
+    local_addr: str | None = None
+    """Address by which the other nodes reach this one; null: the one that leads to the endpoint."""
     max_restarts: int = 0
     """Times that a failed engine is started again."""
     name: str | None = None

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from kvlaunch.config.schema import KVConfig, LaunchConfig
+from kvlaunch.config.schema import KVConfig, LaunchConfig, RdzvBackend
 from kvlaunch.config.units import exact_bytes
 from kvlaunch.errors import ConfigError
 
@@ -47,6 +47,8 @@ def _durations(config: LaunchConfig) -> Iterator[tuple[str, float, bool]]:
     yield "timeouts.ready_s", config.timeouts.ready_s, False
     yield "timeouts.drain_s", config.timeouts.drain_s, True
     yield "timeouts.term_s", config.timeouts.term_s, True
+    yield "timeouts.node_s", config.timeouts.node_s, False
+    yield "timeouts.hung_s", config.timeouts.hung_s, False
     yield "rdzv.timeout_s", config.rdzv.timeout_s, False
     yield "kv.commit_timeout_s", config.kv.commit_timeout_s, False
     yield "kv.cache.idle_s", config.kv.cache.idle_s, True
@@ -108,6 +110,16 @@ def _check_nodes(config: LaunchConfig) -> None:
         raise ConfigError(
             f"node_rank={rank}: must be 0 to {nnodes - 1} with nnodes={nnodes}.",
             hint="The first node is node_rank=0." if nnodes > 1 else "Leave it out on one node.",
+        )
+    if nnodes > 1 and rank is None and config.rdzv.backend is RdzvBackend.static:
+        raise ConfigError(
+            f"rdzv.backend=static with nnodes={nnodes} needs node_rank: nobody else hands out the ranks.",
+            hint="node_rank=0 on the node of rdzv.endpoint, node_rank=1 on the next one.",
+        )
+    if config.local_addr is not None and not re.fullmatch(r"[0-9A-Za-z_.:%-]+", config.local_addr):
+        raise ConfigError(
+            f"local_addr={config.local_addr!r}: must be an address of this host.",
+            hint="For example: local_addr=10.0.0.2",
         )
 
 

@@ -46,6 +46,16 @@ class Command:
     notes: tuple[Note, ...] = ()
 
 
+MASTER_ADDR = "${MASTER_ADDR}"
+MASTER_PORT = "${MASTER_PORT}"
+MASTER = "${MASTER}"
+"""The two as HOST:PORT, an IPv6 address in brackets."""
+LOCAL_ADDR = "${LOCAL_ADDR}"
+"""Address by which the other nodes reach this one."""
+LOCAL_INTERFACE = "${LOCAL_INTERFACE}"
+"""The network interface that has it. These stand in a plan's argv and env for what the nodes learn when they meet."""
+
+
 class EngineRecipe(ABC):
     """One engine's part of a plan, for one tested window of versions.
 

@@ -12,14 +12,18 @@ from kvlaunch.engines import faults, ranks
 from kvlaunch.env import RunEnv
 from kvlaunch.events import Phase, emit
 from kvlaunch.kv.geometry import BlockGeometry
+from kvlaunch.kv.ipc import network
 from kvlaunch.kv.ipc.listener import StageListener
 from kvlaunch.kv.ipc.peer import StagePeer
 from kvlaunch.kv.memory.base import MemoryBackend
 from kvlaunch.kv.memory.host import HostBackend
 from kvlaunch.kv.rank import RankMemory
 from kvlaunch.kv.settings import KVSettings
+from kvlaunch.launch import listeners
 from kvlaunch.launch.paths import RunPaths
+from kvlaunch.plan.address import joined_endpoint
 from kvlaunch.plan.types import KVPlan, LaunchPlan, RankPlan
+from kvlaunch.secret import load_secret
 
 if TYPE_CHECKING:
     import torch
@@ -145,6 +149,7 @@ class RankKV:
         stage = ranks.stage_of(self.plan, self.rank)
         peer_path = self._paths.peer_socket(stage.pp_rank)
         if self.rank.global_rank == stage.leader:
+            secret = load_secret(self._paths.secret, {}) if stage.network else None
             listener = StageListener(
                 memory,
                 endpoint=stage.endpoint,
@@ -153,9 +158,14 @@ class RankKV:
                 peer_timeout_s=self.plan.kv.commit_timeout_s / 2,
                 on_limit=self._on_limit,
                 commits=self._commits,
+                network=f"{network.TCP}{joined_endpoint(self.run.local_addr, 0)}" if stage.network else None,
+                secret=secret,
             )
             self._service = listener
             listener.start()
+            if listener.network_endpoint is not None:
+                found = listeners.Listeners(epoch=self.run.epoch, endpoints={stage.pp_rank: listener.network_endpoint})
+                listeners.save(self._paths.listener_network(stage.pp_rank), found)
             listener.wait_ready(CONNECT_TIMEOUT_S)
         else:
             self._service = StagePeer(memory, peer_path=peer_path, connect_timeout_s=CONNECT_TIMEOUT_S)

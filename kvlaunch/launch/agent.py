@@ -1,4 +1,4 @@
-"""The agent of a node: `python -m kvlaunch.launch.agent RUN_DIR NODE_RANK LAUNCHER_PID`, in the engine's environment.
+"""The agent of a node: `python -m kvlaunch.launch.agent RUN_DIR LAUNCHER_PID`, in the engine's environment.
 
 torch.distributed.elastic is the rendezvous and the supervisor; this module tells it what to start, ends the engine
 with everything that the engine started, and ends it too when the launcher dies.
@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 from kvlaunch import env
 from kvlaunch.errors import EngineError, RendezvousError
 from kvlaunch.events import emit
+from kvlaunch.launch.diagnose import error_of, report_of
 from kvlaunch.launch.failure import archive_failures
 from kvlaunch.launch.linux import become_subreaper
-from kvlaunch.launch.members import end_everything, remove_sockets
+from kvlaunch.launch.members import end_everything, remove_sockets, remove_traces
 from kvlaunch.launch.paths import RunPaths
 from kvlaunch.launch.procfs import Identity, collect_orphans, descendants, identity_of, scan
 from kvlaunch.launch.state import AgentExit, AgentRecord, RunState, load_state, save_agent, save_state
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server import WorkerGroup
     from torch.distributed.elastic.agent.server.api import RunResult
 
+    from kvlaunch.launch.across import AcrossNodes
+
 MONITOR_INTERVAL_S = 0.2
 CHILDREN_GRACE_S = 1.0
 """After the engine has ended as asked, its children (a resource tracker, say) may take so long to follow."""
@@ -39,14 +42,17 @@ CHILDREN_GRACE_S = 1.0
 class Agent:
     """One node's part of a run."""
 
-    def __init__(self, paths: RunPaths, plan: LaunchPlan, node_rank: int, launcher_pid: int) -> None:
+    def __init__(self, paths: RunPaths, plan: LaunchPlan, launcher_pid: int) -> None:
         me = identity_of(os.getpid())
         assert me is not None  # the process that asks exists
         self.paths = paths
         self.plan = plan
-        self.node_rank = node_rank
         self.launcher_pid = launcher_pid
-        self.record = AgentRecord(agent=me, node_rank=node_rank)
+        self.record = AgentRecord(agent=me, node_rank=0 if plan.nnodes == 1 else None)
+        self.across: AcrossNodes | None = None
+        """The other nodes, where there are some."""
+        self._rendezvous: object = None
+        """Kept until the process ends: the store may live in it, and the other nodes read there how this one ended."""
         self._ending = threading.Lock()
 
     @property
@@ -60,19 +66,44 @@ class Agent:
         ended = self._supervise()
         with self._ending:  # from here on the launcher's death changes nothing
             self.kill_children()
-            self.record.ended = ended
-            save_agent(self.paths, self.record)
-        codes = {"stopped": 0, "rendezvous": RendezvousError.exit_code, "engine": EngineError.exit_code}
-        return codes.get(ended.kind, 1)
+            if self.across is not None:
+                ended = self.across.settle(ended)
+            self._save_end(ended)
+        return _exit_code(ended)
 
-    def before_start(self, epoch: int) -> None:
-        """Clear what an earlier epoch has left, and announce the new one before its processes say anything."""
-        if epoch > 0:
-            archive_failures(self.paths.root, epoch - 1)
-            remove_sockets(self.paths)
-        self.record.epoch, self.record.engine = epoch, None
+    def end_now(self, ended: AgentExit) -> None:
+        """End everything from another thread than the main one, which may hang."""
+        with self._ending:
+            state = load_state(self.paths)
+            end_everything(self.paths.root, self.known, state.shm if state else (), roots=[os.getpid()])
+            self._save_end(ended)
+            os._exit(_exit_code(ended))
+
+    def _save_end(self, ended: AgentExit) -> None:
+        self.record.ended = ended
         save_agent(self.paths, self.record)
-        restarts = f", restart {epoch} of {self.plan.max_restarts}" if epoch else ""
+
+    def before_start(self, restart: int) -> None:
+        """Clear what an earlier epoch has left, and announce the new one before its processes say anything.
+
+        Args:
+            restart: how often the engine was started before, on this node.
+        """
+        meeting = self.across.meeting if self.across else None
+        if restart > 0:
+            archive_failures(self.paths.root, self.record.epoch)
+            remove_sockets(self.paths)
+            self.paths.death.unlink(missing_ok=True)
+        self.record.epoch = meeting.epoch if meeting else restart
+        self.record.node_rank = meeting.node_rank if meeting else 0
+        self.record.engine = self.record.served = None
+        save_agent(self.paths, self.record)
+        # For `enter`, which becomes the engine.
+        os.environ[env.EPOCH] = str(self.record.epoch)
+        os.environ[env.NODE_RANK] = str(self.record.node_rank)
+        if self.across is not None:
+            os.environ[env.LOCAL_ADDR] = self.across.addr
+        restarts = f", restart {restart} of {self.plan.max_restarts}" if restart else ""
         emit(self.paths.events, "engine", detail=f"{self.plan.engine} starts{restarts}")
 
     def after_start(self, pid: int) -> None:
@@ -88,7 +119,7 @@ class Agent:
             if all(table[pid].zombie for pid in descendants([me], table)):
                 break
             time.sleep(0.02)
-        end_everything(self.paths.run, self.known, roots=[me])
+        end_everything(self.paths.root, self.known, roots=[me])
         collect_orphans(keep=[pid for pid, _ in self.known])
 
     def _follow_launcher(self) -> None:
@@ -96,13 +127,15 @@ class Agent:
         with self._ending:
             state = load_state(self.paths)
             known = self.known + (state.processes if state else [])
-            end_everything(self.paths.run, known, state.shm if state else (), roots=[os.getpid()])
-            remove_sockets(self.paths)
+            end_everything(self.paths.root, known, state.shm if state else (), roots=[os.getpid()])
+            remove_traces(self.paths)
             emit(self.paths.events, "failed", detail="the launcher was killed")
             if state and not state.state.final:
                 state.state = RunState.FAILED
                 state.ended_at = time.time()
                 save_state(self.paths, state)
+            if self.across is not None:
+                self.across.report_failure("The launcher was killed.")
             os._exit(1)
 
     def _supervise(self) -> AgentExit:
@@ -110,11 +143,19 @@ class Agent:
         from torch.distributed.elastic.rendezvous import RendezvousError as TorchRendezvousError
 
         try:
+            if self.plan.nnodes > 1:
+                from kvlaunch.launch.across import AcrossNodes
+
+                self.across = AcrossNodes(self)
             result = self._run_elastic()
         except SignalException:
             return AgentExit(kind="stopped")
         except TorchRendezvousError as exc:
+            if self.across is not None:
+                return self.across.not_met()
             return AgentExit(kind="rendezvous", message=f"{type(exc).__name__}: {exc}")
+        except RendezvousError as exc:
+            return AgentExit(kind="node", report=report_of(exc))
         if result is None:
             return AgentExit(kind="stopped")
         for failure in result.failures.values():
@@ -127,17 +168,17 @@ class Agent:
         from torch.distributed.elastic.rendezvous import RendezvousParameters
         from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-        rdzv, one_node = self.plan.rdzv, self.plan.nnodes == 1
+        rdzv = self.plan.rdzv
         timeout = max(1, round(rdzv.timeout_s))
         # join_timeout and read_timeout are c10d's, rank and timeout are the static backend's.
         options: dict[str, Any] = {
             "join_timeout": timeout,
             "read_timeout": timeout,
-            "rank": self.node_rank,
+            "rank": rdzv.node_rank or 0,
             "timeout": timeout,
         }
-        if one_node:
-            options["is_host"] = True
+        options |= self.across.rendezvous_options() if self.across else {"is_host": True}
+        local_addr = self.across.addr if self.across else "localhost"
         handler = get_rendezvous_handler(
             RendezvousParameters(
                 backend=rdzv.backend,
@@ -145,19 +186,22 @@ class Agent:
                 run_id=rdzv.id,
                 min_nodes=self.plan.nnodes,
                 max_nodes=self.plan.nnodes,
-                local_addr="localhost" if one_node else None,
+                local_addr=local_addr,
                 **options,
             )
         )
+        self._rendezvous = handler
+        if self.across is not None and rdzv.backend == "c10d":
+            self.across.arrived()
         spec = WorkerSpec(
             role="engine",
             local_world_size=1,
             rdzv_handler=handler,
             entrypoint=sys.executable,
-            args=("-m", "kvlaunch.launch.enter", str(self.paths.root), str(self.node_rank)),
+            args=("-m", "kvlaunch.launch.enter", str(self.paths.root)),
             max_restarts=self.plan.max_restarts,
             monitor_interval=MONITOR_INTERVAL_S,
-            local_addr="localhost" if one_node else None,
+            local_addr=local_addr,
         )
         elastic = _elastic_agent(self, spec, DefaultLogsSpecs(log_dir=os.devnull))
         try:
@@ -172,12 +216,18 @@ def _elastic_agent(agent: Agent, spec: Any, logs_specs: Any) -> Any:
     from torch.distributed.elastic.agent.server import WorkerState
     from torch.distributed.elastic.agent.server.api import RunResult
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import SignalException
 
     class EngineAgent(LocalElasticAgent):  # type: ignore[misc]
         """Ends the engine by SIGTERM to the engine's own process, as its operator would, before anything harder."""
 
+        _starts = 0
+
         def _rendezvous(self, worker_group: WorkerGroup) -> None:
             super()._rendezvous(worker_group)
+            if agent.across is not None:
+                meeting = agent.across.meet(worker_group.store, worker_group.group_rank)
+                worker_group.master_addr, worker_group.master_port = meeting.master.addr, meeting.master.port
             emit(
                 agent.paths.events,
                 "rendezvous",
@@ -185,8 +235,8 @@ def _elastic_agent(agent: Agent, spec: Any, logs_specs: Any) -> Any:
             )
 
         def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-            epoch = spec.max_restarts - self._remaining_restarts
-            agent.before_start(epoch)
+            agent.before_start(self._starts)
+            self._starts += 1
             pids: dict[int, Any] = super()._start_workers(worker_group)
             agent.after_start(pids[0])
             return pids
@@ -200,6 +250,8 @@ def _elastic_agent(agent: Agent, spec: Any, logs_specs: Any) -> Any:
 
         def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
             grace_s = 0.0
+            if agent.across is not None and isinstance(sys.exc_info()[1], SignalException):
+                agent.across.announce_stop()
             if self._engine_runs():
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: the launcher can still kill
                 ended = self._end_engine(agent.plan.timeouts.term_s)
@@ -224,8 +276,14 @@ def _elastic_agent(agent: Agent, spec: Any, logs_specs: Any) -> Any:
     return EngineAgent(spec, logs_specs)
 
 
+def _exit_code(ended: AgentExit) -> int:
+    if ended.report is not None:
+        return error_of(ended.report).exit_code
+    return {"stopped": 0, "rendezvous": RendezvousError.exit_code, "engine": EngineError.exit_code}.get(ended.kind, 1)
+
+
 def main() -> int:
-    paths, node_rank, launcher_pid = RunPaths(Path(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
+    paths, launcher_pid = RunPaths(Path(sys.argv[1])), int(sys.argv[2])
     if os.getppid() != launcher_pid:  # it ended before the agent could watch it
         return 1
     become_subreaper()
@@ -233,7 +291,7 @@ def main() -> int:
     os.environ[env.LAUNCHER_PID] = str(launcher_pid)
     # The engine makes its own stores: it must not take the agent's for its rank 0's (torch's env:// and tcp:// do).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    return Agent(paths, LaunchPlan.load(paths.plan), node_rank, launcher_pid).run()
+    return Agent(paths, LaunchPlan.load(paths.plan), launcher_pid).run()
 
 
 if __name__ == "__main__":

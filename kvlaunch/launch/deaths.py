@@ -10,6 +10,9 @@ from collections.abc import Mapping
 
 import msgspec
 
+from kvlaunch.launch.paths import RunPaths
+from kvlaunch.launch.state import write_atomically
+
 
 class Death(msgspec.Struct, frozen=True, kw_only=True):
     """The end of a rank's process, whatever its reason."""
@@ -18,6 +21,19 @@ class Death(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since the Unix epoch."""
     rank: int
     pid: int
+
+
+def save_death(paths: RunPaths, death: Death) -> None:
+    """For the agent, which tells the other nodes."""
+    write_atomically(paths.death, msgspec.json.encode(death))
+
+
+def load_death(paths: RunPaths) -> Death | None:
+    """The death that was noted in this epoch of the engine, or None."""
+    try:
+        return msgspec.json.decode(paths.death.read_bytes(), type=Death)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
 
 
 ENGINE = -1

@@ -74,6 +74,8 @@ def agent_ended(
             f"({ended.message}).",
             hint=f"See {paths.agent_log}; rdzv.timeout_s is how long to wait.",
         )
+    if ended.report is not None:
+        return error_of(ended.report)
     what = ended_as(ended.status) if ended.kind == "engine" else ended.message or "ended"
     restarts = f", after {plan.max_restarts} restart(s)" if plan.max_restarts else ""
     return engine_failed(paths, what + restarts, death)

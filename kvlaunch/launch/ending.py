@@ -12,7 +12,7 @@ from kvlaunch.launch.procfs import is_alive, send
 from kvlaunch.launch.reap import reap_dead_runs
 from kvlaunch.launch.runs import load_plan
 from kvlaunch.launch.state import StateRecord
-from kvlaunch.launch.supervisor import AGENT_MARGIN_S
+from kvlaunch.launch.supervisor import agent_margin_s
 
 
 def stop_run(paths: RunPaths, record: StateRecord) -> None:
@@ -22,8 +22,8 @@ def stop_run(paths: RunPaths, record: StateRecord) -> None:
         KVLaunchError: the launcher cannot be signalled, or is still alive after SIGKILL.
     """
     plan = load_plan(paths)
-    limit = AGENT_MARGIN_S + END_MARGIN_S
-    limit += plan.timeouts.drain_s + plan.timeouts.term_s if plan else 0.0
+    limit = END_MARGIN_S
+    limit += plan.timeouts.drain_s + plan.timeouts.term_s + agent_margin_s(plan) if plan else 0.0
     if not send(record.owner, signal.SIGTERM) and is_alive(record.owner):
         raise KVLaunchError(f"Process {record.owner[0]}, the launcher of {record.run}, cannot be signalled.")
     if _gone(record, limit):

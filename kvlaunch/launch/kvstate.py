@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 from kvlaunch.errors import KVCommitError
 from kvlaunch.kv.ipc.messages import RankState
+from kvlaunch.launch import listeners
 from kvlaunch.launch.paths import RunPaths
 from kvlaunch.launch.state import load_agent
 from kvlaunch.plan.types import LaunchPlan
+from kvlaunch.secret import load_secret
 
 if TYPE_CHECKING:
     from kvlaunch.kv.ipc.client import ZmqChannel
@@ -20,13 +22,16 @@ if TYPE_CHECKING:
 _POLL_S = 0.02
 
 
-def rank_states(paths: RunPaths, plan: LaunchPlan, *, timeout_s: float) -> list[RankState]:
+def rank_states(paths: RunPaths, plan: LaunchPlan, *, timeout_s: float, here: bool = False) -> list[RankState]:
     """The KV state of every rank, by global rank.
 
+    Args:
+        here: only of the ranks on this node.
+
     Raises:
-        KVCommitError: a stage did not answer within `timeout_s` seconds.
+        KVCommitError: a stage did not answer within `timeout_s` seconds, or is not known yet.
     """
-    with _channel(paths, plan, timeout_s) as channel:
+    with _channel(paths, plan, timeout_s, here=here) as channel:
         states: list[RankState] = channel.state()
         return states
 
@@ -58,16 +63,23 @@ def limit_ranks(paths: RunPaths, plan: LaunchPlan, pages: int | None, *, timeout
 
 
 @contextlib.contextmanager
-def _channel(paths: RunPaths, plan: LaunchPlan, timeout_s: float) -> Iterator[ZmqChannel]:
+def _channel(paths: RunPaths, plan: LaunchPlan, timeout_s: float, *, here: bool = False) -> Iterator[ZmqChannel]:
     # Loaded here, since most commands have no need of ZeroMQ.
     from kvlaunch.kv.ipc.client import ZmqChannel
 
-    agent = load_agent(paths, 0)
+    agent = load_agent(paths)
+    epoch, node_rank = (agent.epoch, agent.node_rank or 0) if agent else (0, 0)
+    stages = [stage for stage in plan.stages if stage.node_rank == node_rank or not here]
+    if here:
+        endpoints = {stage.pp_rank: stage.endpoint for stage in stages}
+    else:
+        endpoints = listeners.endpoints(paths, plan, node_rank, epoch)
     channel = ZmqChannel(
-        {stage.pp_rank: stage.endpoint for stage in plan.stages},
-        leaders={stage.pp_rank: stage.leader for stage in plan.stages},
+        endpoints,
+        leaders={stage.pp_rank: stage.leader for stage in stages},
         run=plan.run,
-        epoch=agent.epoch if agent else 0,
+        epoch=epoch,
+        secret=load_secret(paths.secret, {}) if plan.nnodes > 1 else None,
         sender=f"ask-{os.getpid()}-{time.monotonic_ns()}",
         timeout_s=timeout_s,
     )

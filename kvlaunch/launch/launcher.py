@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -17,10 +18,11 @@ from kvlaunch.launch.reporter import Reporter
 from kvlaunch.launch.runs import describe
 from kvlaunch.launch.signals import Signals
 from kvlaunch.launch.state import RunState, StateRecord, load_state, save_state, write_atomically
-from kvlaunch.launch.supervisor import AGENT_MARGIN_S, Supervisor
+from kvlaunch.launch.supervisor import Supervisor, agent_margin_s
 from kvlaunch.launch.urls import url_of
 from kvlaunch.launch.watch import EventWatch
 from kvlaunch.plan.types import LaunchPlan
+from kvlaunch.secret import load_secret, save_secret
 
 END_MARGIN_S = 5.0
 """What a launcher in the background may take to end beyond the grace periods of its plan."""
@@ -61,8 +63,10 @@ def create_run(plan: LaunchPlan) -> RunPaths:
     """
     paths = RunPaths.of(plan.run)
     if paths.plan.exists():
-        raise KVLaunchError(f"There is a run {plan.run} already.", hint="Give this one another id.")
+        _make_room(paths, plan)
     paths.create()
+    if plan.nnodes > 1 and (secret := load_secret(plan.rdzv.secret_file)) is not None:
+        save_secret(secret, paths.secret)
     me = identity_of(os.getpid())
     assert me is not None  # the process that asks exists
     # The state first: a folder counts as a run once it has a plan, and a run without a live owner is reaped.
@@ -81,6 +85,24 @@ def create_run(plan: LaunchPlan) -> RunPaths:
     )
     write_atomically(paths.plan, plan.to_json())
     return paths
+
+
+def _make_room(paths: RunPaths, plan: LaunchPlan) -> None:
+    """Remove the files of an ended run that had the same id: on several nodes the user chooses it.
+
+    Raises:
+        KVLaunchError: that run lives.
+    """
+    earlier = load_state(paths)
+    if plan.nnodes == 1 or (earlier is not None and earlier.live):
+        hint = "Give this one another id."
+        if plan.nnodes > 1:
+            hint = (
+                f"End it (kvlaunch stop {plan.run}), or give this one another rdzv.id. Two nodes of a run on one "
+                "machine need an XDG_RUNTIME_DIR each."
+            )
+        raise KVLaunchError(f"There is a run {plan.run} already.", hint=hint)
+    shutil.rmtree(paths.root)
 
 
 def _launch_in_background(paths: RunPaths, plan: LaunchPlan, reporter: Reporter, signals: Signals) -> int:
@@ -121,7 +143,7 @@ def end_daemon(daemon: subprocess.Popen[bytes], plan: LaunchPlan, signals: Signa
     """End the launcher in the background, by force where it takes too long or a second Ctrl-C says so."""
     daemon.terminate()
     limits = plan.timeouts
-    deadline = time.monotonic() + limits.drain_s + limits.term_s + AGENT_MARGIN_S + END_MARGIN_S
+    deadline = time.monotonic() + limits.drain_s + limits.term_s + agent_margin_s(plan) + END_MARGIN_S
     while daemon.poll() is None:
         signals.wait(0.1, fd)
         if signals.kill_now or time.monotonic() > deadline:

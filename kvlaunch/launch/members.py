@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 from kvlaunch import env
 from kvlaunch.launch.paths import RunPaths
@@ -14,11 +15,12 @@ from kvlaunch.launch.shm import Segment, segments_of, unlink_segments
 KILL_WITHIN_S = 2.0
 
 
-def run_members(run: str, known: Iterable[Identity], *, roots: Iterable[int] = ()) -> list[Process]:
+def run_members(run_dir: Path, known: Iterable[Identity], *, roots: Iterable[int] = ()) -> list[Process]:
     """Every process of a run but this one, live or zombie.
 
     Four ways lead to a member, since each can fail: an ancestor may have ended, a session may have been left, and a
-    process may have overwritten its environment.
+    process may have overwritten its environment. The run's folder tells them, and not its id, which its other nodes
+    share.
 
     Args:
         known: processes of the run as recorded earlier. Those that live count, and so do all processes of a session
@@ -30,13 +32,13 @@ def run_members(run: str, known: Iterable[Identity], *, roots: Iterable[int] = (
     live = {pid for pid, start in known if pid in table and table[pid].start_time == start}
     sessions = {table[pid].session for pid in live} - {table[me].session if me in table else 0}
     found = live | {p.pid for p in table.values() if p.session in sessions}
-    found |= {pid for pid in table if pid not in found and pid != me and environ_has(pid, env.RUN_ID, run)}
+    found |= {pid for pid in table if pid not in found and pid != me and environ_has(pid, env.RUN_DIR, str(run_dir))}
     found |= descendants(found, table) | descendants(roots, table)
     return [table[pid] for pid in sorted(found - {me, *roots})]
 
 
 def end_everything(
-    run: str, known: Sequence[Identity], shm: Iterable[Segment] = (), *, roots: Iterable[int] = ()
+    run_dir: Path, known: Sequence[Identity], shm: Iterable[Segment] = (), *, roots: Iterable[int] = ()
 ) -> list[Process]:
     """SIGKILL every process of a run and unlink the shared memory that they leave. See run_members.
 
@@ -47,7 +49,7 @@ def end_everything(
     members = dict.fromkeys(known)
 
     def find() -> Iterator[Process]:
-        for process in run_members(run, list(members), roots=roots):
+        for process in run_members(run_dir, list(members), roots=roots):
             if process.identity not in seen:
                 seen.add(process.identity)
                 segments.update(segments_of([process.pid]))
@@ -61,8 +63,14 @@ def end_everything(
 
 
 def remove_sockets(paths: RunPaths) -> None:
-    """Remove the sockets of a run; its records and logs stay."""
+    """Remove the sockets of a run, and what says where they are; its records and logs stay."""
     for path in paths.root.iterdir():
-        if path.is_socket():
+        if path.is_socket() or path == paths.listeners or path.name.startswith("kv-"):
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
+
+
+def remove_traces(paths: RunPaths) -> None:
+    """The same, and the run's secret: it has ended."""
+    remove_sockets(paths)
+    paths.secret.unlink(missing_ok=True)

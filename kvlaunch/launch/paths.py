@@ -82,9 +82,29 @@ class RunPaths:
         """KVStats of the scheduler as JSON, written whenever it has become idle."""
         return self.root / "stats.json"
 
-    def agent(self, node_rank: int) -> Path:
-        """What the agent of a node writes down of itself."""
-        return self.root / f"agent-{node_rank}.json"
+    @property
+    def agent(self) -> Path:
+        """What this node's agent writes down of itself."""
+        return self.root / "agent.json"
+
+    @property
+    def secret(self) -> Path:
+        """The run's secret, where it has one: for the engine's processes and for other commands of this user."""
+        return self.root / "secret"
+
+    @property
+    def listeners(self) -> Path:
+        """Where the listeners of all stages are, in a run on several nodes. Written by the agent."""
+        return self.root / "listeners.json"
+
+    @property
+    def death(self) -> Path:
+        """Which rank's process of this node ended first. Written by the launcher."""
+        return self.root / "death.json"
+
+    def listener_network(self, pp_rank: int) -> Path:
+        """Where a stage's listener on this node is reached from others. Written by the listener's rank."""
+        return self.root / f"kv-n{pp_rank}"
 
     @property
     def logs(self) -> Path:

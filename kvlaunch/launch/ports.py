@@ -77,7 +77,7 @@ def _taken(port: int, setting: str) -> ConfigError:
         return ConfigError(f"{setting}: the port is taken by {who}.", hint="Name another port, or 0 for any free one.")
     hint = f"End it (kill {owner}), name another port, or 0 for any free one."
     for paths in all_runs():
-        if environ_has(owner, env.RUN_ID, paths.run):
+        if environ_has(owner, env.RUN_DIR, str(paths.root)):
             hint = f"That is run {paths.run}: end it (kvlaunch stop {paths.run}), or name another port or 0."
     return ConfigError(f"{setting}: the port is taken by process {owner} ({command_of(owner)[:200]}).", hint=hint)
 

@@ -14,9 +14,11 @@ from kvlaunch.launch.ports import require_free
 from kvlaunch.launch.reporter import Reporter
 from kvlaunch.launch.signals import Signals
 from kvlaunch.launch.tail import last_lines
+from kvlaunch.plan.address import is_local
 from kvlaunch.plan.host import check_host, probe_host
 from kvlaunch.plan.tiny import is_tiny
 from kvlaunch.plan.types import LaunchPlan
+from kvlaunch.secret import load_secret, require_secret
 
 _PROBE = """
 import importlib.util as u, json, sys
@@ -36,12 +38,28 @@ def preflight(plan: LaunchPlan) -> None:
         ConfigError: the interpreter of the engine's environment or a port is not usable.
         PlanError: the machine cannot carry the plan.
     """
-    require_free(plan.server.host, plan.server.port, f"server.port={plan.server.port}")
+    if not plan.rdzv.node_rank:  # another node serves
+        require_free(plan.server.host, plan.server.port, f"server.port={plan.server.port}")
     host, _, port = plan.rdzv.endpoint.rpartition(":")
     if plan.nnodes == 1 and port.isdigit() and int(port) > 0:
         require_free(host.strip("[]"), int(port), f"rdzv.endpoint={plan.rdzv.endpoint}")
+    if plan.nnodes > 1:
+        require_node(plan)
     check_host(plan, probe_host())
     check_python(plan)
+
+
+def require_node(plan: LaunchPlan) -> None:
+    """Check what a run on several nodes needs on each of them.
+
+    Raises:
+        ConfigError: there is no secret that the KV listeners need, or local_addr is not this host's.
+    """
+    if plan.kv.mode == "elastic":
+        require_secret(load_secret(plan.rdzv.secret_file), f"kv=elastic on {plan.nnodes} nodes")
+    addr = plan.rdzv.local_addr
+    if addr is not None and not is_local(addr):
+        raise ConfigError(f"local_addr={addr}: this host has no such address.", hint="`ip addr` lists those it has.")
 
 
 def check_python(plan: LaunchPlan) -> None:

@@ -8,6 +8,7 @@ from kvlaunch.errors import KVCommitError
 from kvlaunch.launch.kvstate import rank_states
 from kvlaunch.launch.paths import RunPaths
 from kvlaunch.launch.probe import NotAnswering, complete_one_token
+from kvlaunch.launch.state import load_agent
 from kvlaunch.launch.urls import local_address
 from kvlaunch.plan.types import LaunchPlan
 
@@ -48,6 +49,8 @@ class Readiness(threading.Thread):
                 return
 
     def _ask(self, timeout_s: float) -> None:
+        if self._plan.nnodes > 1 and not self._serves_here():
+            return
         host, port = local_address(self._plan.server)
         complete_one_token(host, port, self._plan.model.name, timeout_s=timeout_s)
         if self._plan.kv.mode != "elastic":
@@ -56,3 +59,16 @@ class Readiness(threading.Thread):
         missing = sorted({rank.global_rank for rank in self._plan.ranks} - confirmed)
         if missing:
             raise NotAnswering(f"no KV state from ranks {missing}")
+
+    def _serves_here(self) -> bool:
+        """Whether this is the node that serves. Where it is another, that one's readiness is this one's.
+
+        Raises:
+            NotAnswering: that one is not ready, or it is not known yet which one it is.
+        """
+        agent = load_agent(self._paths)
+        if agent is None or agent.node_rank is None:
+            raise NotAnswering("the nodes have not met yet")
+        if agent.node_rank > 0 and agent.served is None:
+            raise NotAnswering("node 0 does not serve yet")
+        return agent.node_rank == 0

@@ -9,10 +9,9 @@ import shutil
 import time
 from collections.abc import Iterator
 
-from kvlaunch.launch.members import end_everything, remove_sockets
+from kvlaunch.launch.members import end_everything, remove_traces
 from kvlaunch.launch.paths import RunPaths, all_runs, runs_root
 from kvlaunch.launch.procfs import Identity
-from kvlaunch.launch.runs import load_plan
 from kvlaunch.launch.state import FailureReport, RunState, StateRecord, load_agent, load_state, save_state
 
 KEPT_ENDED_RUNS = 5
@@ -47,14 +46,11 @@ def reap_dead_runs() -> list[str]:
 
 
 def _reap(paths: RunPaths, record: StateRecord) -> None:
-    plan = load_plan(paths)
     known: list[Identity] = list(record.processes)
-    for node_rank in range(plan.nnodes if plan else 1):
-        agent = load_agent(paths, node_rank)
-        if agent:
-            known += [agent.agent, *([agent.engine] if agent.engine else [])]
-    left = end_everything(paths.run, known, record.shm)
-    remove_sockets(paths)
+    if agent := load_agent(paths):
+        known += [agent.agent, *([agent.engine] if agent.engine else [])]
+    left = end_everything(paths.root, known, record.shm)
+    remove_traces(paths)
     record.processes, record.shm = [process.identity for process in left], []
     record.state = RunState.FAILED
     record.ended_at = time.time()

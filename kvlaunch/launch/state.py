@@ -1,4 +1,4 @@
-"""What a run writes down of itself: `state.json` by the launcher, `agent-<node>.json` by each node's agent."""
+"""What a run writes down of itself on each node: `state.json` by the launcher, `agent.json` by the agent."""
 
 from __future__ import annotations
 
@@ -94,18 +94,25 @@ class StateRecord(msgspec.Struct, kw_only=True):
 class AgentExit(msgspec.Struct, frozen=True, kw_only=True):
     """How an agent's work ended."""
 
-    kind: Literal["stopped", "engine", "rendezvous", "agent"]
-    """stopped: it was told to; engine: the engine ended by itself; rendezvous: the nodes did not meet; agent: else."""
+    kind: Literal["stopped", "engine", "rendezvous", "node", "agent"]
+    """stopped: it was told to; engine: the engine ended by itself; rendezvous: the nodes did not meet; node: another
+    node failed, or was lost; agent: else."""
     message: str = ""
+    """For `stopped`: who asked for it, where that was another node."""
     status: int | None = None
     """Exit status of the engine, negative for the signal that ended it."""
+    report: FailureReport | None = None
+    """For `node`: what failed there."""
 
 
 class AgentRecord(msgspec.Struct, kw_only=True):
-    """`agent-<node>.json`."""
+    """`agent.json`."""
 
     agent: Identity
-    node_rank: int
+    node_rank: int | None = None
+    """None while the nodes have not met."""
+    served: str | None = None
+    """Where node 0 serves, once it does; on the other nodes only."""
     epoch: int = 0
     """Restart generation of the engine: 0, then one more for each restart."""
     engine: Identity | None = None
@@ -134,12 +141,12 @@ def load_state(paths: RunPaths) -> StateRecord | None:
 
 
 def save_agent(paths: RunPaths, record: AgentRecord) -> None:
-    write_atomically(paths.agent(record.node_rank), msgspec.json.encode(record))
+    write_atomically(paths.agent, msgspec.json.encode(record))
 
 
-def load_agent(paths: RunPaths, node_rank: int) -> AgentRecord | None:
+def load_agent(paths: RunPaths) -> AgentRecord | None:
     """The record, or None where there is none (yet)."""
     try:
-        return msgspec.json.decode(paths.agent(node_rank).read_bytes(), type=AgentRecord)
+        return msgspec.json.decode(paths.agent.read_bytes(), type=AgentRecord)
     except (FileNotFoundError, msgspec.DecodeError):
         return None

@@ -7,21 +7,24 @@ descendant.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import time
 
 from kvlaunch.errors import EngineError, KVLaunchError
 from kvlaunch.events import emit
-from kvlaunch.launch.deaths import ENGINE, RankWatch
+from kvlaunch.launch.deaths import ENGINE, RankWatch, save_death
 from kvlaunch.launch.diagnose import agent_ended, engine_failed, report_of
-from kvlaunch.launch.failure import first_failure
+from kvlaunch.launch.failure import first_failure, record_failure
+from kvlaunch.launch.hung import HungWatch
 from kvlaunch.launch.linux import become_subreaper
-from kvlaunch.launch.members import end_everything, remove_sockets, run_members
+from kvlaunch.launch.members import end_everything, remove_traces, run_members
+from kvlaunch.launch.nodes import SETTLE_S, TELL_S
 from kvlaunch.launch.paths import RunPaths
 from kvlaunch.launch.ports import hold_port
 from kvlaunch.launch.probe import requests_in_work
-from kvlaunch.launch.procfs import Identity, collect_orphans, identity_of
+from kvlaunch.launch.procfs import Identity, collect_orphans, identity_of, send
 from kvlaunch.launch.readiness import Readiness
 from kvlaunch.launch.reporter import Reporter
 from kvlaunch.launch.runs import describe
@@ -41,7 +44,11 @@ AGENT_START_S = 60.0
 SNAPSHOT_S = 1.0
 SNAPSHOT_READY_S = 10.0
 AGENT_MARGIN_S = 2.0
-"""What the agent may take beyond the grace period of the engine."""
+
+
+def agent_margin_s(plan: LaunchPlan) -> float:
+    """What the agent may take beyond the grace period of the engine: to kill, and to tell the other nodes."""
+    return AGENT_MARGIN_S + (TELL_S + SETTLE_S if plan.nnodes > 1 else 0.0)
 
 
 class Supervisor:
@@ -67,9 +74,12 @@ class Supervisor:
         self._events = EventWatch(paths, plan)
         self._logs = LogWatch(paths, plan) if verbose else None
         self._readiness = Readiness(paths, plan)
+        self._hung = HungWatch(paths, plan)
         self._ranks = RankWatch()
         self._snapshot_at = 0.0
         self._failed_at: float | None = None
+        self._stopped_by = ""
+        """Host on which the end of all nodes was asked for."""
 
     def run(self, signals: Signals) -> int:
         """Serve until asked to end.
@@ -110,7 +120,7 @@ class Supervisor:
         command = [self.plan.engine_python, "-P", "-m", "kvlaunch.launch.agent"]
         with self.paths.agent_log.open("ab") as log:
             self._agent = subprocess.Popen(
-                [*command, str(self.paths.root), "0", str(os.getpid())],
+                [*command, str(self.paths.root), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -126,14 +136,35 @@ class Supervisor:
             # Whoever ends wakes the wait up; an engine that serves needs no closer look.
             quiet = self.record.state is RunState.READY and self._logs is None
             self._signals.wait(READY_TURN_S if quiet else TURN_S, self._agent_fd, *self._ranks.fds)
-            self._ranks.look()
+            self._look_for_deaths()
             self._look()
             if (status := self._agent.poll()) is not None:
-                agent = load_agent(self.paths, 0)
+                agent = load_agent(self.paths)
                 ended = agent.ended if agent else None
+                if ended is not None and ended.kind == "stopped" and ended.message:
+                    self._stopped_by = ended.message
+                    return
                 raise agent_ended(self.paths, self.plan, ended, status, self._ranks.first)
             if self.record.state is RunState.STARTING:
                 self._look_at_start()
+            elif self._hung.hung:
+                self._end_hung_engine()
+
+    def _end_hung_engine(self) -> None:
+        """Its agent starts it again, or ends; the hung rank is what it failed of."""
+        rank, reason = min(self._hung.hung.items())
+        self._hung = HungWatch(self.paths, self.plan)
+        error = TimeoutError(f"it does not answer: {reason} (timeouts.hung_s={self.plan.timeouts.hung_s:g})")
+        record_failure(self.paths.root, f"rank{rank}", rank, error, self.paths.rank_log(rank))
+        self.reporter.note(f"rank {rank} hangs: the engine is ended")
+        if (agent := load_agent(self.paths)) and agent.engine:
+            send(agent.engine, signal.SIGKILL)
+
+    def _look_for_deaths(self) -> None:
+        known = self._ranks.first
+        self._ranks.look()
+        if known is None and self._ranks.first is not None and self.plan.nnodes > 1:
+            save_death(self.paths, self._ranks.first)
 
     def _look(self) -> None:
         started = False
@@ -146,7 +177,7 @@ class Supervisor:
             if self._events.epoch > 0 and self.record.state in (RunState.STARTING, RunState.READY):
                 self._await_readiness_again()
         self._ranks.follow(self._events.pids)
-        if not self._ranks.knows(ENGINE) and (agent := load_agent(self.paths, 0)) and agent.engine:
+        if not self._ranks.knows(ENGINE) and (agent := load_agent(self.paths)) and agent.engine:
             self._ranks.follow({ENGINE: agent.engine[0]})
         if self._logs:
             for source, line in self._logs.news():
@@ -155,6 +186,7 @@ class Supervisor:
             self._snapshot()
 
     def _await_readiness_again(self) -> None:
+        self._hung.cancel()
         self._readiness.cancel()
         self._readiness = Readiness(self.paths, self.plan)
         self._readiness.start()
@@ -187,9 +219,13 @@ class Supervisor:
         self._snapshot()  # first: who sees READY may rely on it
         first_time = self.record.ready_at is None
         self.record.ready_at = time.time()
+        agent = load_agent(self.paths)
+        self.record.url = (agent.served if agent else None) or self.record.url
         self._become(RunState.READY)
         emit(self.paths.events, "ready", detail=self.record.url)
         self._look()
+        self._hung = HungWatch(self.paths, self.plan)
+        self._hung.start()
         if first_time:
             self.reporter.ready(self.plan, describe(self.paths, self.record, self.plan))
         else:
@@ -201,7 +237,7 @@ class Supervisor:
 
     def _known(self) -> list[Identity]:
         """Processes of the run that have been seen, the agent and the engine first."""
-        agent = load_agent(self.paths, 0)
+        agent = load_agent(self.paths)
         first = [agent.agent, *([agent.engine] if agent.engine else [])] if agent else []
         return list(dict.fromkeys([*first, *self.record.processes]))
 
@@ -209,7 +245,7 @@ class Supervisor:
         """Write down what the run consists of, for whoever must clean up after a launcher that was killed."""
         ready = self.record.state is RunState.READY
         self._snapshot_at = time.monotonic() + (SNAPSHOT_READY_S if ready else SNAPSHOT_S)
-        members = run_members(self.paths.run, self._known(), roots=[os.getpid()])
+        members = run_members(self.paths.root, self._known(), roots=[os.getpid()])
         processes = [process.identity for process in members if not process.zombie]
         # What was seen once counts until it is gone: a process may have ended without removing it.
         shm = sorted(existing(self.record.shm) | segments_of(process.pid for process in members))
@@ -220,17 +256,21 @@ class Supervisor:
     def _stop(self) -> int:
         was_ready = self.record.ready_at is not None
         signum = self._signals.first
-        assert signum is not None  # _serve returns for no other reason
         self._snapshot()
         self._become(RunState.STOPPING)
-        emit(self.paths.events, "stopping", detail=signum.name)
         self._readiness.cancel()
+        self._hung.cancel()
+        if signum is None:  # _serve returns for a signal, here or on another node
+            emit(self.paths.events, "stopping", detail=f"on {self._stopped_by}")
+            self.reporter.note(f"ended, as it was on {self._stopped_by}")
+            return 0 if was_ready else 128 + signal.SIGTERM
+        emit(self.paths.events, "stopping", detail=signum.name)
         self.reporter.note(f"{signum.name}: ending (Ctrl-C again kills at once)")
         if was_ready:
             self._drain()
         if not self._signals.kill_now:
             self._agent.terminate()
-            self._wait_for_agent(self.plan.timeouts.term_s + AGENT_MARGIN_S)
+            self._wait_for_agent(self.plan.timeouts.term_s + agent_margin_s(self.plan))
         return 0 if was_ready else 128 + signum
 
     def _drain(self) -> None:
@@ -252,12 +292,13 @@ class Supervisor:
     def _finish(self, exc: BaseException | None) -> None:
         """Leave nothing behind: processes, shared memory, sockets."""
         self._readiness.cancel()
-        left = end_everything(self.paths.run, self._known(), self.record.shm, roots=[os.getpid()])
+        self._hung.cancel()
+        left = end_everything(self.paths.root, self._known(), self.record.shm, roots=[os.getpid()])
         if not left:
             self._agent.wait()
         os.close(self._agent_fd)
         collect_orphans(keep=[self._agent.pid])
-        remove_sockets(self.paths)
+        remove_traces(self.paths)
         self.record.ended_at = time.time()
         self.record.processes = [process.identity for process in left]
         self.record.shm = []

@@ -22,6 +22,8 @@ class EventWatch:
         self.pids: dict[int, int] = {}
         """Process ids of the ranks that have said something in this epoch, by global rank."""
         self.epoch = 0
+        self.node_rank = 0
+        """This node's, once the engine has been started."""
         self.engine_started = 0.0
         """When the engine was last started, by the monotonic clock; 0 where it was not yet."""
 
@@ -32,8 +34,9 @@ class EventWatch:
 
     def _text(self, event: Event) -> str:
         if event.phase == "engine":
-            agent = load_agent(self._paths, 0)
+            agent = load_agent(self._paths)
             self.epoch = agent.epoch if agent else 0
+            self.node_rank = (agent.node_rank or 0) if agent else 0
             self.engine_started = time.monotonic()
             self._seen.clear()
             self.pids.clear()
@@ -43,7 +46,7 @@ class EventWatch:
         ranks = self._seen.setdefault(event.phase, set())
         ranks.add(event.rank)
         # A rank's detail is for programs.
-        return f"rank {event.rank} ({len(ranks)} of {self._plan.world_size})"
+        return f"rank {event.rank} ({len(ranks)} of {len(self._plan.nodes[self.node_rank].ranks)})"
 
 
 class LogWatch:

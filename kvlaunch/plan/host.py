@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import kvlaunch
 from kvlaunch.errors import PlanError
+from kvlaunch.plan.address import address_towards
 
 if TYPE_CHECKING:
     from kvlaunch.plan.types import LaunchPlan
@@ -33,6 +34,8 @@ class HostFacts:
     """GPUs of the machine, visible or not."""
     cuda_visible_devices: str | None = None
     """CUDA_VISIBLE_DEVICES as it is set; None where it is not."""
+    local_addr: str | None = None
+    """Address by which the other nodes of a run reach this one; None for one node, or where it is not known."""
     python: str
     version: str
     """kvlaunch's."""
@@ -87,8 +90,12 @@ def declared_devices(declared: str) -> tuple[str, ...]:
     return tuple(entries)
 
 
-def probe_host(environ: Mapping[str, str] | None = None) -> HostFacts:
-    """Facts of this machine. Reads /proc, /sys and /dev; starts nothing and imports nothing heavy."""
+def probe_host(environ: Mapping[str, str] | None = None, *, endpoint: str | None = None) -> HostFacts:
+    """Facts of this machine. Reads /proc, /sys and /dev; starts nothing and imports nothing heavy.
+
+    Args:
+        endpoint: where the nodes of a run meet, HOST:PORT; None for one node.
+    """
     env = os.environ if environ is None else environ
     return HostFacts(
         cpus=len(os.sched_getaffinity(0)),
@@ -96,6 +103,7 @@ def probe_host(environ: Mapping[str, str] | None = None) -> HostFacts:
         memory_bytes=_memory_bytes(),
         gpus=_count("/dev", r"nvidia\d+"),
         cuda_visible_devices=env.get(CUDA_VISIBLE),
+        local_addr=address_towards(endpoint) if endpoint else None,
         python=sys.executable,
         version=kvlaunch.__version__,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import secrets
 from typing import TYPE_CHECKING
@@ -22,7 +23,16 @@ def slug(text: str, limit: int) -> str:
 
 
 def new_run_id(config: LaunchConfig) -> str:
-    """A new run id: the run's name (else the model's), and a random end that keeps runs of one name apart."""
+    """A new run id: the run's name (else the model's), and a random end that keeps runs of one name apart.
+
+    On several nodes it is the same on all of them: made from rdzv.id, else from the rendezvous' endpoint.
+    """
+    if config.nnodes > 1:
+        shared = config.rdzv.id or f"{display_name(config)}@{config.rdzv.endpoint}"
+        if slug(shared, MAX_LENGTH) == shared:
+            return shared
+        end = hashlib.sha256(shared.encode()).hexdigest()[:_SUFFIX]
+        return f"{slug(config.rdzv.id or display_name(config), MAX_LENGTH - _SUFFIX - 1)}-{end}"
     stem = slug(display_name(config), MAX_LENGTH - _SUFFIX - 1)
     return f"{stem}-{''.join(secrets.choice(_ALPHABET) for _ in range(_SUFFIX))}"
 
@@ -30,3 +40,8 @@ def new_run_id(config: LaunchConfig) -> str:
 def display_name(config: LaunchConfig) -> str:
     """Name of the run for `kvlaunch ps`: what the user gave, else the last part of the model's name."""
     return config.name or config.model.name.rstrip("/").rsplit("/", 1)[-1] or config.model.name
+
+
+def meeting_point(config: LaunchConfig) -> str | None:
+    """Where the nodes of this run meet, HOST:PORT; None for one node."""
+    return config.rdzv.endpoint if config.nnodes > 1 else None

@@ -52,7 +52,7 @@ def make_plan(config: LaunchConfig, *, run: str, host: HostFacts) -> LaunchPlan:
     notes: list[Note] = []
     recipe = recipe_for(config.engine.name)
     topology = Topology(config.tp, config.pp, config.nnodes)
-    rdzv = _rendezvous(config, run, notes)
+    rdzv = _rendezvous(config, run, host, notes)
     device = _device(config, topology, host, notes)
     facts = load_facts(config.model)
     draft = Draft(config=config, facts=facts, topology=topology, host=host, device=device)
@@ -60,6 +60,7 @@ def make_plan(config: LaunchConfig, *, run: str, host: HostFacts) -> LaunchPlan:
     check_tp(facts, topology.tp_size)
     check_pp(facts, topology.pp_size)
     _check_kv(config, facts, notes)
+    _check_stages(config, topology)
     split = recipe.layers(draft)
     shape = recipe.kv_shape(draft, split)
     kv = plan_kv(config.kv, shape, device)
@@ -85,7 +86,11 @@ def make_plan(config: LaunchConfig, *, run: str, host: HostFacts) -> LaunchPlan:
         rdzv=rdzv,
         max_restarts=config.max_restarts,
         timeouts=TimeoutPlan(
-            ready_s=config.timeouts.ready_s, drain_s=config.timeouts.drain_s, term_s=config.timeouts.term_s
+            ready_s=config.timeouts.ready_s,
+            drain_s=config.timeouts.drain_s,
+            term_s=config.timeouts.term_s,
+            node_s=config.timeouts.node_s,
+            hung_s=config.timeouts.hung_s,
         ),
         notes=(*notes, *_kv_notes(config, kv, shape), *commands[0].notes),
     )
@@ -127,6 +132,16 @@ def _check_kv(config: LaunchConfig, facts: ModelFacts, notes: list[Note]) -> Non
     if facts.quantization:
         why = f"stored as {facts.quantization}: bytes of weights are given for {facts.dtype}, an upper bound"
         notes.append(Note(setting="model.dtype", value=facts.dtype, why=why))
+
+
+def _check_stages(config: LaunchConfig, topology: Topology) -> None:
+    """Raises PlanError for an elastic stage that lies on several nodes: its listener reaches one host's ranks."""
+    if config.kv.mode.value == "elastic" and topology.tp_size > topology.ranks_per_node:
+        raise PlanError(
+            f"kv=elastic with tp={topology.tp_size} on nodes of {topology.ranks_per_node} rank(s): a stage would lie "
+            "on several hosts, which is not supported yet.",
+            hint=f"Use tp={topology.ranks_per_node} or less and a larger pp, or kv=static.",
+        )
 
 
 def _model(config: LaunchConfig, facts: ModelFacts) -> ModelPlan:
@@ -189,6 +204,7 @@ def _stages(topology: Topology, paths: RunPaths) -> tuple[StagePlan, ...]:
             ranks=topology.stage(pp_rank),
             node_rank=topology.node(topology.leader(pp_rank)),
             endpoint=f"ipc://{paths.listener_socket(pp_rank)}",
+            network=topology.nnodes > 1,
         )
         for pp_rank in range(topology.pp_size)
     )
@@ -207,14 +223,16 @@ def _nodes(topology: Topology, commands: tuple[Command, ...], paths: RunPaths) -
                 contract.NODE_RANK: str(node_rank),
                 contract.WORLD_SIZE: str(topology.world_size),
             },
-            unset=command.unset,
+            # The engine finds the secret in the run's folder, and need not hand it on to all that it starts.
+            unset=(*command.unset, contract.SECRET),
         )
         for node_rank, command in enumerate(commands)
     )
 
 
-def _rendezvous(config: LaunchConfig, run: str, notes: list[Note]) -> RendezvousPlan:
+def _rendezvous(config: LaunchConfig, run: str, host: HostFacts, notes: list[Note]) -> RendezvousPlan:
     rdzv = config.rdzv
+    local_addr = config.local_addr
     endpoint = rdzv.endpoint
     if endpoint is None:
         if config.nnodes > 1:
@@ -225,7 +243,19 @@ def _rendezvous(config: LaunchConfig, run: str, notes: list[Note]) -> Rendezvous
             )
         endpoint = "localhost:0"
         notes.append(Note(setting="rdzv.endpoint", value=endpoint, why="one node meets itself on any free port"))
-    return RendezvousPlan(backend=rdzv.backend.value, endpoint=endpoint, id=rdzv.id or run, timeout_s=rdzv.timeout_s)
+    if config.nnodes > 1 and local_addr is None:
+        local_addr = host.local_addr
+        why = f"this host's address on the way to {endpoint}" if local_addr else f"{endpoint} is not known here now"
+        notes.append(Note(setting="local_addr", value=local_addr or "found at start", why=why))
+    return RendezvousPlan(
+        backend=rdzv.backend.value,
+        endpoint=endpoint,
+        id=rdzv.id or run,
+        timeout_s=rdzv.timeout_s,
+        node_rank=config.node_rank,
+        local_addr=local_addr,
+        secret_file=str(Path(rdzv.secret_file).expanduser().absolute()) if rdzv.secret_file else None,
+    )
 
 
 def _kv_notes(config: LaunchConfig, kv: KVPlan, shape: KVShape) -> list[Note]:

@@ -43,7 +43,9 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     node_rank: int
     """Node of the leader."""
     endpoint: str
-    """ZeroMQ endpoint of the StageListener, `ipc://...` inside a host."""
+    """ZeroMQ endpoint of the StageListener on its own host, `ipc://...`."""
+    network: bool = False
+    """It also listens on the network, for the nodes that hold other stages."""
 
 
 class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,8 +54,9 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     node_rank: int
     ranks: tuple[int, ...]
     argv: tuple[str, ...]
+    """Words in ${...} stand for what is known only when the nodes have met (kvlaunch/launch/enter.py)."""
     env: dict[str, str]
-    """What is set on top of the environment that kvlaunch was started with."""
+    """What is set on top of the environment that kvlaunch was started with. ${...} as in argv."""
     unset: tuple[str, ...] = ()
     """Variables removed from that environment."""
 
@@ -95,6 +98,11 @@ class RendezvousPlan(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str
     id: str
     timeout_s: float
+    node_rank: int | None = None
+    """What this node was told to be; None: the rendezvous decides."""
+    local_addr: str | None = None
+    """Address by which the other nodes reach this one; None: found when it starts."""
+    secret_file: str | None = None
 
 
 class TimeoutPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,6 +114,10 @@ class TimeoutPlan(msgspec.Struct, frozen=True, kw_only=True):
     """After a stop was asked for: running requests may finish."""
     term_s: float
     """Between SIGTERM and SIGKILL."""
+    node_s: float = 10.0
+    """A node that is silent for so long counts as gone."""
+    hung_s: float = 30.0
+    """A rank that is silent for so long while the engine serves counts as hung."""
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):

@@ -169,7 +169,7 @@ class Engine:
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
     def ps(self) -> dict[str, Any]:
-        out = kvlaunch("ps", "--json")
+        out = kvlaunch("ps", "--json", XDG_RUNTIME_DIR=str(self.paths.root.parent.parent))
         assert out.returncode == 0, out.stderr
         return next(entry for entry in json.loads(out.stdout) if entry["run"] == self.run)
 

@@ -128,6 +128,8 @@ class Kit:
         self._launched: list[Launched] = []
         self._held: list[socket.socket] = []
         self._count = 0
+        self.command: Callable[..., list[str]] = lambda *words: list(words)
+        """Makes of a command the one that runs it where this kit's launchers are to run."""
 
     def plan(self, *flags: str, tp: int = 2, pp: int = 2, port: int | None = None, **changes: Any) -> LaunchPlan:
         """A plan of the fake engine; `changes` replace fields of LaunchPlan, of its timeouts or of its rendezvous."""
@@ -181,7 +183,7 @@ class Kit:
         file = self.scratch / f"{plan.run}.json"
         file.write_bytes(plan.to_json())
         process = subprocess.Popen(
-            [sys.executable, "-c", _LAUNCH, str(file), *flags],
+            self.command(sys.executable, "-c", _LAUNCH, str(file), *flags),
             env=self.environ,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -196,7 +196,7 @@ def test_a_rank_that_was_killed_is_named(kit: Kit) -> None:
 def test_an_engine_that_was_killed_is_not_blamed_on_its_ranks(kit: Kit) -> None:
     launched = kit.launch(kit.plan("--tether"))
     launched.wait_for("ready")
-    agent = load_agent(launched.paths, 0)
+    agent = load_agent(launched.paths)
     assert agent is not None
     assert agent.engine is not None
     os.kill(agent.engine[0], signal.SIGKILL)

@@ -25,7 +25,7 @@ def kit() -> Iterator[Kit]:
 
 
 def agent_pid(launched: Launched) -> int:
-    agent = load_agent(launched.paths, 0)
+    agent = load_agent(launched.paths)
     assert agent is not None
     return agent.agent[0]
 

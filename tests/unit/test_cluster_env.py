@@ -6,8 +6,7 @@ import re
 
 import pytest
 
-from kvlaunch.config import keys
-from kvlaunch.config.validate import _HOST_PORT, _NAME
+from kvlaunch.config.compose import compose
 from kvlaunch.errors import ConfigError
 from kvlaunch.launch.cluster_env import Found, expand_hosts, recognise, slurm_port
 
@@ -166,10 +165,16 @@ def test_the_line_tells_where_each_came_from() -> None:
 
 @pytest.mark.parametrize("environ", [STEP, POD, POD | {"LWS_LEADER_ADDRESS": "fd00::1"}], ids=["slurm", "lws", "ipv6"])
 def test_values_are_such_as_the_config_takes(environ: dict[str, str]) -> None:
-    settings = found(environ).settings
-    assert all(keys.find(key) is not None for key in settings)
-    assert _HOST_PORT.fullmatch(str(settings["rdzv.endpoint"].value))
-    assert _NAME.fullmatch(str(settings["rdzv.id"].value))
+    defaults = found(environ).defaults({})
+    config = compose(["model=tiny-qwen3", *(f"{key}={value}" for key, value in defaults.items())]).config
+    rdzv = config.rdzv
+    assert defaults == {
+        "nnodes": config.nnodes,
+        "node_rank": config.node_rank,
+        "rdzv.endpoint": rdzv.endpoint,
+        "rdzv.id": rdzv.id,
+        "rdzv.backend": rdzv.backend.value,
+    }
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,6 @@ def cli(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("KVLAUNCH_DEBUG", raising=False)
     monkeypatch.setenv("NO_COLOR", "1")
-    # Whatever the engines can do across hosts: these tests start none.
-    monkeypatch.setattr("kvlaunch.engines.vllm.recipe.VLLMRecipe.check", lambda self, draft: None)
 
     def run(*argv: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as e:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,6 @@ JOBS = {
     "awkward": (*TINY, "pp=2", TWO, *AWKWARD),
     "restarts": (*LARGE, TWO, "max_restarts=3", "name=7B of Qwen 3 with a name that is longer than labels can be"),
 }
-
-
-@pytest.fixture(autouse=True)
-def across_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the engines can do across hosts: these tests start none."""
-    monkeypatch.setattr("kvlaunch.engines.vllm.recipe.VLLMRecipe.check", lambda self, draft: None)
 
 
 def text_of(made: Job, **options: Any) -> str:
@@ -210,9 +203,7 @@ def test_a_secret_is_written_where_it_is_asked_for() -> None:
 
 
 def test_no_secret_where_none_is_needed() -> None:
-    with_file = job(*LARGE, TWO)
-    with_file = replace(with_file, given=with_file.given | {"rdzv.secret_file"})
-    for made in (job(*LARGE), job(*LARGE, TWO, "kv=static"), with_file):
+    for made in (job(*LARGE), job(*LARGE, TWO, "kv=static"), job(*LARGE, TWO, "rdzv.secret_file=/s/x")):
         text = text_of(made, new_secret="s" * 40)
         assert "secretKeyRef" not in text
         assert "kubectl create secret" not in text

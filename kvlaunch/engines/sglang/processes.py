@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from typing import Any
 
 from kvlaunch.engines import forking, ranks
@@ -24,6 +25,7 @@ def install(run: RunEnv) -> None:
         {
             "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes": ("before", _start_ranks_here),
             "sglang.srt.managers.tokenizer_manager.TokenizerManager.sigterm_watchdog": ("replace", _end),
+            "sglang.srt.entrypoints.engine.launch_dummy_health_check_server": ("before", _end_on_sigterm),
         }
     )
     if (context := forking.context()) is not None:
@@ -54,6 +56,18 @@ async def _end(tokenizer_manager: Any) -> None:
         tokenizer_manager._subprocess_watchdog.stop()
     kill_process_tree(os.getpid(), include_parent=False)
     os._exit(0)
+
+
+def _end_on_sigterm(*_args: Any, **_kwargs: Any) -> None:
+    """On a node that serves no HTTP: SGLang gets here when its ranks are up, and from then on ignores SIGTERM, in the
+    belief that node 0 ends them."""
+    from sglang.srt.utils import kill_process_tree
+
+    def end(*_: object) -> None:
+        kill_process_tree(os.getpid(), include_parent=False)
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def rank_main(server_args: Any, port_args: Any, gpu_id: int, tp_rank: int, pp_rank: int, *args: Any) -> None:

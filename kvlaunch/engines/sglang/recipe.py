@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvlaunch.engines.base import Command, Draft, EngineRecipe, merge_env
+from kvlaunch.engines.base import LOCAL_ADDR, LOCAL_INTERFACE, MASTER, Command, Draft, EngineRecipe, merge_env
 from kvlaunch.engines.options import kv_dtype_bytes, render
 from kvlaunch.engines.sglang.options import KV_DTYPE_BYTES, RULES
 from kvlaunch.errors import PlanError
@@ -37,10 +37,6 @@ class SGLangRecipe(EngineRecipe):
     versions = ">=0.5.23,<0.5.24"
 
     def check(self, draft: Draft) -> None:
-        if draft.topology.nnodes > 1:
-            raise PlanError(
-                f"nnodes={draft.topology.nnodes}: SGLang across hosts is not supported yet.", hint="Use nnodes=1."
-            )
         elastic = draft.config.kv.mode.value == "elastic"
         RULES.check(draft.args, elastic=elastic)
         if elastic and draft.device == "cuda":
@@ -103,6 +99,8 @@ class SGLangRecipe(EngineRecipe):
             # The launcher asks it how many requests are in work before it ends the engine.
             "enable_metrics": True,
         }
+        if draft.topology.nnodes > 1:
+            options |= {"nnodes": draft.topology.nnodes, "node_rank": node_rank, "dist_init_addr": MASTER}
         own = _common_env(draft, model)
         if draft.device == "cpu":
             for name, (value, why) in _CPU_OPTIONS.items():
@@ -137,6 +135,12 @@ def _common_env(draft: Draft, model: ModelPlan) -> dict[str, str]:
     if draft.topology.nnodes == 1:
         # Ranks of one host meet on the loopback, whatever the host's name resolves to.
         env |= {"SGLANG_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    else:
+        env |= {
+            "SGLANG_HOST_IP": LOCAL_ADDR,
+            "GLOO_SOCKET_IFNAME": LOCAL_INTERFACE,
+            "NCCL_SOCKET_IFNAME": LOCAL_INTERFACE,
+        }
     if model.path.startswith("/"):
         env["HF_HUB_OFFLINE"] = "1"
     return env
@@ -148,7 +152,7 @@ def _cpu_env(draft: Draft, notes: list[Note]) -> dict[str, str]:
     threads = max(1, cpus // local)
     env = {"OMP_NUM_THREADS": str(threads)}
     notes.append(Note(setting="engine.env.OMP_NUM_THREADS", value=str(threads), why=f"{cpus} CPUs over {local} ranks"))
-    if local > 1:
+    if draft.topology.world_size > 1:
         env["SGLANG_NCCL_SO_PATH"] = "/nonexistent/kvlaunch-no-nccl"
     if local > draft.host.numa_nodes:
         env[BIND] = "|".join(str(rank * cpus // local) for rank in range(local))

@@ -5,7 +5,16 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from kvlaunch.engines.base import Command, Draft, EngineRecipe, merge_env
+from kvlaunch.engines.base import (
+    LOCAL_ADDR,
+    LOCAL_INTERFACE,
+    MASTER_ADDR,
+    MASTER_PORT,
+    Command,
+    Draft,
+    EngineRecipe,
+    merge_env,
+)
 from kvlaunch.engines.options import kv_dtype_bytes, render
 from kvlaunch.engines.vllm import layout
 from kvlaunch.engines.vllm.options import KV_DTYPE_BYTES, check_options
@@ -34,10 +43,6 @@ class VLLMRecipe(EngineRecipe):
     versions = ">=0.32,<0.33"
 
     def check(self, draft: Draft) -> None:
-        if draft.topology.nnodes > 1:
-            raise PlanError(
-                f"nnodes={draft.topology.nnodes}: vLLM across hosts is not supported yet.", hint="Use nnodes=1."
-            )
         check_options(draft.args, elastic=draft.config.kv.mode.value == "elastic")
         if draft.device == "cpu" and draft.topology.pp_size > 1:
             for option in ("enforce_eager", "enable_lora"):
@@ -99,6 +104,15 @@ class VLLMRecipe(EngineRecipe):
             "kv_cache_memory_bytes": _memory_bytes(kv, shape),
         }
         options.update(_max_model_len(draft, kv, shape, notes))
+        if draft.topology.nnodes > 1:
+            options |= {
+                "nnodes": draft.topology.nnodes,
+                "node_rank": node_rank,
+                "master_addr": MASTER_ADDR,
+                "master_port": MASTER_PORT,
+            }
+        if node_rank > 0:
+            options["headless"] = True
         if draft.device == "cpu" and not {"compilation_config", "enforce_eager"} & draft.args.keys():
             options["compilation_config"] = _CPU_COMPILATION
             notes.append(
@@ -119,9 +133,12 @@ class VLLMRecipe(EngineRecipe):
 
 def _server(draft: Draft, notes: list[Note]) -> str:
     """The module that serves."""
-    if draft.device != "cpu":
+    if draft.device != "cpu" and draft.topology.nnodes == 1:
         return "vllm.entrypoints.openai.api_server"
-    why = "vLLM's own server; its scheduler and its ranks are forked from one process that has imported vLLM"
+    if draft.device == "cpu":
+        why = "vLLM's own server; its scheduler and its ranks are forked from one process that has imported vLLM"
+    else:
+        why = "vLLM's own server on node 0, its ranks alone on the others"
     notes.append(Note(setting="engine.argv", value=f"-m {_FORKING_SERVER}", why=why))
     return _FORKING_SERVER
 
@@ -177,6 +194,12 @@ def _common_env(draft: Draft, model: ModelPlan) -> dict[str, str]:
     if draft.topology.nnodes == 1:
         # Ranks of one host meet on the loopback, whatever the host's name resolves to.
         env |= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    else:
+        env |= {
+            "VLLM_HOST_IP": LOCAL_ADDR,
+            "GLOO_SOCKET_IFNAME": LOCAL_INTERFACE,
+            "NCCL_SOCKET_IFNAME": LOCAL_INTERFACE,
+        }
     if model.path.startswith("/"):
         env["HF_HUB_OFFLINE"] = "1"
     return env

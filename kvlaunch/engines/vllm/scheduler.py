@@ -7,15 +7,17 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from kvlaunch.engines.rank_kv import settings_of
+from kvlaunch.engines.rank_kv import CONNECT_TIMEOUT_S, settings_of
 from kvlaunch.engines.stats_file import StatsFile
 from kvlaunch.engines.vllm import compat
 from kvlaunch.env import RunEnv
 from kvlaunch.errors import CompatibilityError
 from kvlaunch.kv.ipc.client import ZmqChannel
 from kvlaunch.kv.manager import KVCacheManager
+from kvlaunch.launch import listeners
 from kvlaunch.launch.paths import RunPaths
 from kvlaunch.plan.types import LaunchPlan
+from kvlaunch.secret import load_secret
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -63,15 +65,18 @@ class SchedulerHooks:
         kv, plan = self._plan.kv, self._plan
         if self._pool is not None:
             raise CompatibilityError("vLLM made a second block pool; kv=elastic serves one.")
-        paths = RunPaths(self._run.run_dir)
+        paths, here = RunPaths(self._run.run_dir), self._run.node_rank
         channel = ZmqChannel(
-            {stage.pp_rank: stage.endpoint for stage in plan.stages},
+            listeners.endpoints(paths, plan, here, self._run.epoch, timeout_s=CONNECT_TIMEOUT_S),
             leaders={stage.pp_rank: stage.leader for stage in plan.stages},
             run=self._run.run,
             epoch=self._run.epoch,
             sender=f"scheduler-{os.getpid()}",
             timeout_s=kv.commit_timeout_s,
-            sockets={stage.pp_rank: paths.peer_socket(stage.pp_rank) for stage in plan.stages},
+            sockets={
+                stage.pp_rank: paths.peer_socket(stage.pp_rank) for stage in plan.stages if stage.node_rank == here
+            },
+            secret=load_secret(paths.secret, {}) if plan.nnodes > 1 else None,
         )
         self._manager = KVCacheManager(
             world_size=plan.world_size,

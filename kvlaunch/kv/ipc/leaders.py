@@ -17,7 +17,7 @@ from kvlaunch.errors import KVCommitError
 from kvlaunch.kv.ipc import network, wire
 from kvlaunch.kv.ipc.links import Link, connect
 from kvlaunch.kv.ipc.messages import HelloRequester, Reply
-from kvlaunch.secret import Secret
+from kvlaunch.secret import Secret, require_secret
 
 WAIT_SLICE_S = 0.02
 """Seconds after which a wait returns, so that the caller can look at its deadline."""
@@ -168,7 +168,7 @@ class NetworkLeader(RemoteLeader):
         secret: Secret | None,
         run: str,
     ) -> None:
-        self._secret = network.require_secret(secret, f"The KV listener of stage {pp_rank} at {endpoint}")
+        self._secret = require_secret(secret, f"The KV listener of stage {pp_rank} at {endpoint}")
         self._run = run
         self._endpoint = endpoint
         self._last = b""

@@ -13,10 +13,9 @@ from collections.abc import Callable
 import zmq
 from zmq.utils import z85
 
-from kvlaunch.errors import ConfigError
 from kvlaunch.kv.ipc import wire
 from kvlaunch.kv.ipc.curve import KeyPair, client_keys, server_keys
-from kvlaunch.secret import HINT, Secret
+from kvlaunch.secret import Secret, require_secret
 
 log = logging.getLogger(__name__)
 
@@ -62,13 +61,6 @@ def numeric(endpoint: str) -> str:
         host = str(found[0][4][0])
         address = ipaddress.ip_address(host)
     return f"{TCP}[{host}]:{port}" if address.version == 6 else f"{TCP}{host}:{port}"
-
-
-def require_secret(secret: Secret | None, what: str) -> Secret:
-    """Raises ConfigError where there is none; `what` is what it is for."""
-    if secret is None:
-        raise ConfigError(f"{what} needs the run's secret, and none was given.", hint=HINT)
-    return secret
 
 
 def connect(sock: zmq.Socket[bytes], address: str, *, secret: Secret, run: str, pp_rank: int) -> None:

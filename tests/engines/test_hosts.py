@@ -1,0 +1,138 @@
+"""Two hosts, one real engine: the tokens of kv=static, memory that falls on the remote stage, and ends in time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from kvlaunch.launch.paths import RunPaths
+from kvlaunch.launch.state import load_agent
+from kvlaunch.secret import new_secret
+from tests.engines.harness import (
+    PROMPTS,
+    READY_TIMEOUT_S,
+    STOP_TIMEOUT_S,
+    Engine,
+    Load,
+    overrides_of,
+    stock_answers,
+    wait_until,
+)
+from tests.hosts import Host, hosts
+
+pytestmark = [pytest.mark.multihost, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@dataclass
+class Node(Engine):
+    """The launcher on one host."""
+
+    runtime: Path = field(default_factory=Path)
+
+    @property
+    def paths(self) -> RunPaths:
+        return RunPaths(self.runtime / "kvlaunch" / self.run)
+
+
+@contextlib.contextmanager
+def cluster(pair: list[Host], *overrides: str) -> Iterator[list[Node]]:
+    """The same command on every host, until it is ready on all of them. By node rank."""
+    command = [
+        *(sys.executable, "-m", "kvlaunch.cli.main", "up", "model=tiny-qwen3", "--json", f"nnodes={len(pair)}"),
+        *("server.host=0.0.0.0", f"rdzv.endpoint={pair[0].addr}:29400", "rdzv.id=job7", *overrides),
+    ]
+    secret = new_secret().text
+    processes, errors = [], []
+    with contextlib.ExitStack() as stack:
+        for host in pair:
+            log = stack.enter_context((host.runtime / "err").open("w+"))
+            process = subprocess.Popen(
+                host.command(*command),
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=host.environ(KVLAUNCH_SECRET=secret),
+            )
+            stack.callback(end, process)
+            watchdog = threading.Timer(READY_TIMEOUT_S, process.kill)
+            watchdog.start()
+            stack.callback(watchdog.cancel)
+            processes.append(process)
+            errors.append(log)
+        nodes = []
+        for host, process in zip(pair, processes, strict=True):
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line:
+                told = [(log.seek(0), log.read())[1] for log in errors]
+                raise AssertionError(f"{host.name} ended before it was ready: {told}")
+            ready = json.loads(line)
+            nodes.append(Node(process, ready["run"], ready["url"], runtime=host.runtime))
+        for node in nodes:
+            node.url = f"http://{pair[0].addr}:8000"
+        yield sorted(nodes, key=node_rank)
+
+
+def node_rank(node: Node) -> int:
+    agent = load_agent(node.paths)
+    assert agent is not None
+    assert agent.node_rank is not None
+    return agent.node_rank
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("engine", "tp"),
+    [
+        pytest.param("vllm", 1, marks=pytest.mark.vllm),
+        pytest.param("vllm", 2, marks=pytest.mark.vllm),
+        pytest.param("sglang", 1, marks=pytest.mark.sglang),
+    ],
+)
+def test_a_stage_on_each_host(engine: str, tp: int) -> None:
+    expected = stock_answers(engine, tp, 2, True)
+    with hosts(2) as pair, cluster(pair, *overrides_of(engine, tp, 2, True)) as nodes:
+        head, other = nodes
+        assert [head.complete_all(PROMPTS) for _ in range(2)] == expected
+        remote = [rank.global_rank for rank in other.plan.ranks if rank.node_rank == 1]
+        assert sorted(other.kv_events()) == remote
+        page = max(other.page_bytes())
+        with Load(head, PROMPTS, 64):
+            wait_until(lambda: min(other.resident_bytes()) > 2 * page, 120, "memory on the remote ranks")
+        wait_until(lambda: max(other.resident_bytes()) <= 2 * page, 60, "memory given back on the remote ranks")
+        for node in nodes:
+            entry = node.ps()
+            assert [rank["global_rank"] for rank in entry["ranks"]] == list(range(2 * tp))
+            assert all(rank["kv"]["mapped_bytes"] <= 2 * page for rank in entry["ranks"])
+        other.process.send_signal(signal.SIGINT)
+        assert [node.process.wait(STOP_TIMEOUT_S) for node in nodes] == [0, 0]
+
+
+@pytest.mark.vllm
+def test_a_rank_that_is_killed_on_the_other_host_is_reported_on_both() -> None:
+    with hosts(2) as pair, cluster(pair, *overrides_of("vllm", 1, 2, True)) as nodes:
+        os.kill(nodes[1].kv_events()[1]["pid"], signal.SIGKILL)
+        assert [node.process.wait(30) for node in nodes] == [5, 5]
+        for host in pair:
+            assert "rank 1" in (host.runtime / "err").read_text()

@@ -1,0 +1,103 @@
+"""Several hosts on one machine: network namespaces on a bridge, each with its name, its address and its run folders."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.leaks import NETNS_PREFIX
+
+_NUMBERS = itertools.count()
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+def possible() -> bool:
+    """Whether this user may make namespaces here."""
+    name = f"{NETNS_PREFIX}try{os.getpid()}"
+    try:
+        ip("netns", "add", name)
+        ip("netns", "del", name)
+        ip("link", "add", name, "type", "bridge")
+        ip("link", "del", name)
+    except (OSError, subprocess.CalledProcessError):
+        return False
+    return True
+
+
+@dataclass
+class Host:
+    """One of them. Commands run in its namespace, with its name."""
+
+    name: str
+    addr: str
+    namespace: str
+    link: str
+    """Its end of the cable, on the bridge."""
+    runtime: Path
+    """XDG_RUNTIME_DIR there."""
+
+    def command(self, *words: str) -> list[str]:
+        script = f'hostname {self.name}; exec "$@"'
+        return ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", script, "sh", *words]
+
+    def environ(self, **more: str) -> dict[str, str]:
+        return {**os.environ, "XDG_RUNTIME_DIR": str(self.runtime), **more}
+
+    def run(self, *words: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.command(*words), env=env or self.environ(), capture_output=True, text=True, check=False, timeout=60
+        )
+
+    def cut(self) -> None:
+        """Pull the cable out."""
+        ip("link", "set", self.link, "down")
+
+    def mend(self) -> None:
+        ip("link", "set", self.link, "up")
+
+
+@contextlib.contextmanager
+def hosts(count: int) -> Iterator[list[Host]]:
+    """So many hosts that reach each other, and that this machine reaches. Skips the test where that is not allowed."""
+    if not possible():
+        pytest.skip("network namespaces need root")
+    number = next(_NUMBERS)
+    tag = f"{NETNS_PREFIX}{os.getpid() % 10000}{number % 10}"
+    subnet = f"10.{100 + os.getpid() % 100}.{number % 250}"
+    bridge = f"{tag}br"
+    with contextlib.ExitStack() as stack:
+        ip("link", "add", bridge, "type", "bridge")
+        stack.callback(ip, "link", "del", bridge)
+        ip("addr", "add", f"{subnet}.1/24", "dev", bridge)
+        ip("link", "set", bridge, "up")
+        made = []
+        for i in range(count):
+            host = Host(
+                name=f"host{'abcdefgh'[i]}",
+                addr=f"{subnet}.{i + 2}",
+                namespace=f"{tag}{i}",
+                link=f"{tag}v{i}",
+                runtime=Path(tempfile.mkdtemp(prefix="kvl-h", dir="/tmp")),  # sockets need a short path
+            )
+            stack.callback(shutil.rmtree, host.runtime, ignore_errors=True)
+            ip("netns", "add", host.namespace)
+            stack.callback(ip, "netns", "del", host.namespace)
+            ip("link", "add", host.link, "type", "veth", "peer", "name", "eth0", "netns", host.namespace)
+            ip("link", "set", host.link, "master", bridge, "up")
+            for words in (["addr", "add", f"{host.addr}/24", "dev", "eth0"], ["link", "set", "eth0", "up"]):
+                ip("-n", host.namespace, *words)
+            ip("-n", host.namespace, "link", "set", "lo", "up")
+            made.append(host)
+        yield made
