@@ -151,9 +151,8 @@ class Agent:
         except SignalException:
             return AgentExit(kind="stopped")
         except TorchRendezvousError as exc:
-            if self.across is not None:
-                return self.across.not_met()
-            return AgentExit(kind="rendezvous", message=f"{type(exc).__name__}: {exc}")
+            message = f"{type(exc).__name__}: {exc}"
+            return self.across.not_met() if self.across else AgentExit(kind="rendezvous", message=message)
         except RendezvousError as exc:
             return AgentExit(kind="node", report=report_of(exc))
         if result is None:

@@ -261,3 +261,16 @@ def test_wishes_for_node_ranks_are_kept(pair: Pair) -> None:
     pair.launched[0].process.send_signal(signal.SIGTERM)
     for launched in pair.launched:
         assert launched.end()[0] == 0
+
+
+def test_a_hung_rank_is_noticed_on_its_node_and_told_to_the_other(pair: Pair) -> None:
+    plan = pair.plan("--kv", mode="elastic")
+    pair.launch(msgspec.structs.replace(plan, timeouts=msgspec.structs.replace(plan.timeouts, hung_s=3.0)))
+    pair.ready()
+    os.kill(pair.rank(1), signal.SIGSTOP)
+    for launched in pair.launched:
+        code, _, err = launched.end(20)
+        assert code == 5
+        assert "rank 1 failed first" in err
+        assert "does not answer" in err
+    pair.gone(1.0)

@@ -144,7 +144,16 @@ def test_what_is_not_there_yet() -> None:
     with pytest.raises(PlanError, match="device=cuda"):
         sglang(device="cuda")
     sglang(device="cuda", mode="static")
-    wanted = config(engine="sglang", tp=2, nnodes=2)
+
+
+def test_two_hosts() -> None:
+    wanted = config(engine="sglang", pp=2, nnodes=2)
     wanted.rdzv.endpoint = "a:1"
-    with pytest.raises(PlanError, match="across hosts is not supported yet"):
-        make_plan(wanted, run="r", host=HOST)
+    first, second = make_plan(wanted, run="r", host=HOST).nodes
+    for node in (first, second):
+        argv = list(node.argv)
+        assert argv[argv.index("--nnodes") + 1] == "2"
+        assert argv[argv.index("--node-rank") + 1] == str(node.node_rank)
+        assert argv[argv.index("--dist-init-addr") + 1] == "${MASTER}"
+        assert (node.env["SGLANG_HOST_IP"], node.env["GLOO_SOCKET_IFNAME"]) == ("${LOCAL_ADDR}", "${LOCAL_INTERFACE}")
+        assert node.env["SGLANG_NCCL_SO_PATH"].startswith("/nonexistent/")

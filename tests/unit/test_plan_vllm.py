@@ -191,11 +191,34 @@ def test_engine_env_adds_replaces_and_removes() -> None:
     assert "DO_NOT_TRACK" in node.unset
 
 
-def test_several_hosts_are_not_supported_yet() -> None:
+def test_two_hosts() -> None:
+    wanted = config(tp=2, pp=2, nnodes=2)
+    wanted.rdzv.endpoint = "a:1"
+    made = make_plan(wanted, run="r", host=HOST)
+    assert [(rank.node_rank, rank.pp_rank, rank.local_rank) for rank in made.ranks] == [
+        (0, 0, 0),
+        (0, 0, 1),
+        (1, 1, 0),
+        (1, 1, 1),
+    ]
+    assert [(stage.node_rank, stage.network) for stage in made.stages] == [(0, True), (1, True)]
+    for node in made.nodes:
+        argv = list(node.argv)
+        assert argv[argv.index("--node-rank") + 1] == str(node.node_rank)
+        assert argv[argv.index("--master-addr") + 1] == "${MASTER_ADDR}"
+        assert argv[argv.index("--master-port") + 1] == "${MASTER_PORT}"
+        assert ("--headless" in argv) == (node.node_rank > 0)
+        assert (node.env["VLLM_HOST_IP"], node.env["GLOO_SOCKET_IFNAME"]) == ("${LOCAL_ADDR}", "${LOCAL_INTERFACE}")
+        assert "KVLAUNCH_SECRET" in node.unset
+
+
+def test_an_elastic_stage_lies_on_one_host() -> None:
     wanted = config(tp=2, nnodes=2)
     wanted.rdzv.endpoint = "a:1"
-    with pytest.raises(PlanError, match="across hosts is not supported yet"):
+    with pytest.raises(PlanError, match="several hosts"):
         make_plan(wanted, run="r", host=HOST)
+    wanted.kv.mode = KVModeName.static
+    assert [node.ranks for node in make_plan(wanted, run="r", host=HOST).nodes] == [(0,), (1,)]
 
 
 def test_an_unknown_architecture_is_static_only() -> None:

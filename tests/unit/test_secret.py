@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from kvlaunch.cli.main import main
 from kvlaunch.errors import ConfigError
 from kvlaunch.kv.ipc.curve import client_keys, server_keys
 from kvlaunch.secret import Secret, load_secret, new_secret
@@ -96,3 +97,10 @@ def test_another_secret_run_stage_or_role_has_other_keys() -> None:
         server_keys(secret, run, pp) for secret in (SECRET, new_secret()) for run in ("a", "b") for pp in (0, 1)
     ] + [client_keys(secret, run) for secret in (SECRET, new_secret()) for run in ("a", "b")]
     assert len({pair.public for pair in keys}) == len({pair.private for pair in keys}) == 12
+
+
+def test_the_verb_prints_one_that_is_good_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["secret", "new"])
+    assert ended.value.code == 0
+    Secret(capsys.readouterr().out.strip())
