@@ -98,6 +98,16 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Run = Annotated[
     str | None, typer.Argument(metavar="[RUN]", help="Run or name, as ps shows it.", autocompletion=_complete_runs)
 ]
+Cpus = Annotated[int | None, typer.Option("--cpus", metavar="N", min=1, help="CPUs of a node, if not as planned.")]
+Memory = Annotated[
+    str | None, typer.Option("--memory", metavar="SIZE", help="Memory of a node, as in 64GiB, if not as planned.")
+]
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to a file, not to standard output.")
+]
+
+render_app = typer.Typer(help="Write what starts a run on a cluster.", rich_markup_mode="rich")
+app.add_typer(render_app, name="render")
 
 
 def _version(wanted: bool) -> None:
@@ -209,6 +219,65 @@ def logs(
     from kvlaunch.cli import logs as verb
 
     raise typer.Exit(verb.run(run, rank=rank, follow=follow))
+
+
+@render_app.command("slurm", context_settings=_OVERRIDING)
+def render_slurm(
+    overrides: Overrides = None,
+    *,
+    time: Annotated[str | None, typer.Option("--time", metavar="LIMIT", help="As sbatch takes it: 8:00:00.")] = None,
+    partition: Annotated[str | None, typer.Option("--partition", metavar="NAME", help="As for sbatch.")] = None,
+    account: Annotated[str | None, typer.Option("--account", metavar="NAME", help="As for sbatch.")] = None,
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option("--sbatch", metavar="OPTION", help="Another of its options: --sbatch=--qos=high."),
+    ] = None,
+    before: Annotated[
+        list[str] | None, typer.Option("--before", metavar="LINE", help="Shell to run first: 'module load cuda'.")
+    ] = None,
+    cpus: Cpus = None,
+    memory: Memory = None,
+    output: Output = None,
+    config_dir: ConfigDir = None,
+) -> None:
+    """Write an sbatch script that runs the plan, one agent a node."""
+    from kvlaunch.cli import render as verb
+    from kvlaunch.render.slurm import SlurmOptions
+
+    options = SlurmOptions(
+        time=time, partition=partition, account=account, more=tuple(sbatch or ()), before=tuple(before or ())
+    )
+    common = verb.Common(cpus=cpus, memory=memory, config_dir=config_dir, output=output)
+    raise typer.Exit(verb.slurm(list(overrides or ()), options, common))
+
+
+@render_app.command("kubernetes", context_settings=_OVERRIDING)
+def render_kubernetes(
+    overrides: Overrides = None,
+    *,
+    image: Annotated[
+        str | None, typer.Option("--image", metavar="NAME", help="Container image with kvlaunch and the engine.")
+    ] = None,
+    namespace: Annotated[str | None, typer.Option("--namespace", metavar="NAME", help="Where it goes.")] = None,
+    replicas: Annotated[int, typer.Option("--replicas", metavar="N", help="Engines, each on all nodes.")] = 1,
+    secret: Annotated[
+        str | None, typer.Option("--secret", metavar="NAME", help="The Secret that holds the run's secret.")
+    ] = None,
+    with_secret: Annotated[
+        bool, typer.Option("--with-secret", help="Make a secret, and write it into the manifests.")
+    ] = False,
+    cpus: Cpus = None,
+    memory: Memory = None,
+    output: Output = None,
+    config_dir: ConfigDir = None,
+) -> None:
+    """Write a LeaderWorkerSet that runs the plan, and a Service in front of it."""
+    from kvlaunch.cli import render as verb
+    from kvlaunch.render.kubernetes import KubernetesOptions
+
+    options = KubernetesOptions(image=image or "", namespace=namespace, replicas=replicas, secret=secret)
+    common = verb.Common(cpus=cpus, memory=memory, config_dir=config_dir, output=output)
+    raise typer.Exit(verb.kubernetes(list(overrides or ()), options, common, with_secret=with_secret))
 
 
 @model_app.command("make-tiny")
