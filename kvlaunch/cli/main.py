@@ -307,7 +307,24 @@ def _compose(overrides: Sequence[str] | None, config_dir: Path | None) -> Compos
 
     given = list(overrides or ())
     words.check(given, [command.name or "" for command in app.registered_commands])
-    return compose(given, config_dir=config_dir)
+    composed = compose(given, config_dir=config_dir)
+    told = _told_by_cluster(composed)
+    return compose([*given, *told], config_dir=config_dir) if told else composed
+
+
+def _told_by_cluster(composed: Composed) -> list[str]:
+    """Overrides for what the user has left to the cluster that this process runs in."""
+    from kvlaunch.config.origins import DEFAULT
+    from kvlaunch.launch.cluster_env import recognise
+
+    found = recognise(os.environ)
+    if found is None:
+        return []
+    given = {key: composed.value(key) for key in found.settings if composed.origin(key) != DEFAULT}
+    told = [f"{key}={value}" for key, value in found.defaults(given).items()]
+    if told:
+        typer.echo(found.line, err=True)
+    return told
 
 
 def _plan(config: LaunchConfig) -> Any:

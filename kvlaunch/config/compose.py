@@ -41,6 +41,13 @@ class Composed:
         plain: dict[str, Any] = _plain(self.config)
         return plain
 
+    def value(self, key: str) -> Any:
+        """The value of a dotted key."""
+        found: Any = self.container
+        for part in key.split("."):
+            found = found[part]
+        return found
+
     def origin(self, key: str) -> str:
         """Where the value of a dotted key came from, in words: an override, a file, or `default`."""
         return self.origins.of(key)

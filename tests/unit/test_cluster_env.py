@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
+from typing import Any
 
 import pytest
 
+from kvlaunch.cli.main import main
 from kvlaunch.config.compose import compose
 from kvlaunch.errors import ConfigError
 from kvlaunch.launch.cluster_env import Found, expand_hosts, recognise, slurm_port
@@ -206,3 +209,41 @@ def test_no_lists_of_hosts(text: str) -> None:
 def test_a_list_that_would_fill_the_memory_is_refused() -> None:
     with pytest.raises(ValueError, match="more than 65536 hosts"):
         expand_hosts("a[1-60000]b[1-60000]c[1-60000]")
+
+
+SRUN = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_JOB_NODELIST": "gpu[01-02]",
+    "SLURM_NODEID": "1",
+}
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *overrides: str) -> tuple[Any, str]:
+    """What `kvlaunch plan` shows inside a step of SLURM, and what it says on standard error."""
+    for name, value in SRUN.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--json", "model=tiny-qwen3", "pp=2", "device=cpu", *overrides])
+    assert ended.value.code == 0
+    out, err = capsys.readouterr()
+    return json.loads(out), err
+
+
+def test_a_plan_takes_what_the_cluster_tells(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made, err = planned(monkeypatch, capsys)
+    assert (made["nnodes"], made["rdzv"]["node_rank"], made["run"]) == (2, 1, "slurm-4711")
+    assert made["rdzv"]["endpoint"] == "gpu01:24711"
+    assert "SLURM_NODEID" in err
+
+
+def test_what_the_user_says_wins_over_the_cluster(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made, _ = planned(monkeypatch, capsys, "rdzv.endpoint=10.0.0.1:29400", "node_rank=0")
+    assert (made["rdzv"]["endpoint"], made["rdzv"]["node_rank"]) == ("10.0.0.1:29400", 0)
+    made, err = planned(monkeypatch, capsys, "nnodes=1")
+    assert (made["nnodes"], err) == (1, "")

@@ -59,8 +59,8 @@ def scheduler_main(*args: Any, **kwargs: Any) -> None:
 
 def _count_ranks_as_devices(ranks: int) -> None:
     """Several nodes on the CPU: vLLM tells by the number of devices which ranks share a node with rank 0
-    (create_from_process_group_single_reader in vllm/distributed/device_communicators/shm_broadcast.py), and a CPU counts
-    as one: with two ranks a node it does not start."""
+    (create_from_process_group_single_reader in vllm/distributed/device_communicators/shm_broadcast.py), and the CPU
+    counts as one: with two ranks a node it does not start."""
     from vllm.platforms import current_platform
 
     compat.seam(current_platform, "device_count")
