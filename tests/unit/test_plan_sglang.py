@@ -45,7 +45,7 @@ def test_tp2_pp2_on_cpu() -> None:
         }.items()
     )
     env = made.nodes[0].env
-    assert env["SGLANG_CPU_OMP_THREADS_BIND"] == "0|2|4|6"
+    assert env["SGLANG_CPU_OMP_THREADS_BIND"] == "0-1|2-3|4-5|6-7"
     assert env["SGLANG_NCCL_SO_PATH"].startswith("/nonexistent/")
     assert env["SGLANG_PLUGINS"] == "kvlaunch"
     assert noted(made)["engine.args.attention_backend"] == "torch_native"
@@ -157,3 +157,4 @@ def test_two_hosts() -> None:
         assert argv[argv.index("--dist-init-addr") + 1] == "${MASTER}"
         assert (node.env["SGLANG_HOST_IP"], node.env["GLOO_SOCKET_IFNAME"]) == ("${LOCAL_ADDR}", "${LOCAL_INTERFACE}")
         assert node.env["SGLANG_NCCL_SO_PATH"].startswith("/nonexistent/")
+        assert node.env["SGLANG_CPU_OMP_THREADS_BIND"] == "0-7"  # of one rank a node

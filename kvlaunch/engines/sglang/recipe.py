@@ -154,10 +154,17 @@ def _cpu_env(draft: Draft, notes: list[Note]) -> dict[str, str]:
     notes.append(Note(setting="engine.env.OMP_NUM_THREADS", value=str(threads), why=f"{cpus} CPUs over {local} ranks"))
     if draft.topology.world_size > 1:
         env["SGLANG_NCCL_SO_PATH"] = "/nonexistent/kvlaunch-no-nccl"
-    if local > draft.host.numa_nodes:
-        env[BIND] = "|".join(str(rank * cpus // local) for rank in range(local))
+    if (ranks := draft.topology.world_size) > draft.host.numa_nodes:
+        # SGLang counts the ranks of all nodes, and takes the entries by a rank's place on its own.
+        env[BIND] = "|".join(_cpus_of(rank, local, cpus) for rank in range(local))
         why = (
-            f"{local} ranks are more than {draft.host.numa_nodes} NUMA node(s), and SGLang refuses those without a list"
+            f"{ranks} ranks are more than {draft.host.numa_nodes} NUMA node(s), and SGLang refuses those without a list"
         )
         notes.append(Note(setting=f"engine.env.{BIND}", value=env[BIND], why=why))
     return env
+
+
+def _cpus_of(rank: int, ranks: int, cpus: int) -> str:
+    """An equal share of the CPUs, `4-7`; one CPU where there are more ranks than CPUs."""
+    first, last = rank * cpus // ranks, (rank + 1) * cpus // ranks - 1
+    return f"{first}-{last}" if last > first else str(first)
