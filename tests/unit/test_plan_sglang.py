@@ -147,7 +147,7 @@ def test_what_is_not_there_yet() -> None:
 
 
 def test_two_hosts() -> None:
-    wanted = config(engine="sglang", pp=2, nnodes=2)
+    wanted = config(engine="sglang", pp=4, nnodes=2)
     wanted.rdzv.endpoint = "a:1"
     first, second = make_plan(wanted, run="r", host=HOST).nodes
     for node in (first, second):
@@ -157,4 +157,4 @@ def test_two_hosts() -> None:
         assert argv[argv.index("--dist-init-addr") + 1] == "${MASTER}"
         assert (node.env["SGLANG_HOST_IP"], node.env["GLOO_SOCKET_IFNAME"]) == ("${LOCAL_ADDR}", "${LOCAL_INTERFACE}")
         assert node.env["SGLANG_NCCL_SO_PATH"].startswith("/nonexistent/")
-        assert node.env["SGLANG_CPU_OMP_THREADS_BIND"] == "0-7"  # of one rank a node
+        assert node.env["SGLANG_CPU_OMP_THREADS_BIND"] == "0-3|4-7"
