@@ -13,11 +13,19 @@ from kvlaunch.plan.topology import LayerRange, layers_from_counts
 from kvlaunch.plan.types import Note
 
 if TYPE_CHECKING:
+    from kvlaunch.plan.facts import ModelFacts
     from kvlaunch.plan.types import KVPlan, ModelPlan
 
 PARTITION = "SGLANG_PP_LAYER_PARTITION"
 _FORKING_SERVER = "kvlaunch.engines.sglang.serve"
 BIND = "SGLANG_CPU_OMP_THREADS_BIND"
+
+_TWO_POOLS = frozenset({"MellumForCausalLM"})
+"""Architectures for whose layers with a sliding window SGLang has a pool of their own (is_hybrid_swa_model in
+sglang/srt/configs/model_config.py); those of other architectures share the one pool."""
+
+_SLIDING_SHARE = "0.8"
+"""SGLang's default of swa_full_tokens_ratio."""
 
 _CPU_OPTIONS: dict[str, tuple[Any, str]] = {
     "attention_backend": ("torch_native", "PyTorch's own kernels: SGLang's CPU kernels are in no public package"),
@@ -47,12 +55,6 @@ class SGLangRecipe(EngineRecipe):
             raise PlanError(
                 "kv=elastic does not work with engine=sglang on device=cuda yet.", hint="Use kv=static, or device=cpu."
             )
-        if elastic and draft.facts.sliding_layers:
-            raise PlanError(
-                f"kv=elastic: {draft.facts.name} has layers with a sliding window, for which SGLang keeps a pool of "
-                "another kind.",
-                hint="Use kv=static.",
-            )
 
     def layers(self, draft: Draft) -> tuple[LayerRange, ...]:
         """SGLang's rule (get_pp_indices in sglang/srt/distributed/utils.py): what is left over goes to the last stages,
@@ -72,6 +74,8 @@ class SGLangRecipe(EngineRecipe):
 
     def kv_shape(self, draft: Draft, split: tuple[LayerRange, ...]) -> KVShape:
         facts = draft.facts
+        if _has_two_pools(facts) and draft.config.kv.mode.value == "elastic":
+            _check_stages(facts, split)
         token_bytes = facts.kv_bytes_per_token_layer(
             draft.topology.kv_heads_per_rank(facts.num_kv_heads),
             kv_dtype_bytes(draft.args, facts.dtype_bytes, KV_DTYPE_BYTES),
@@ -88,6 +92,12 @@ class SGLangRecipe(EngineRecipe):
         notes: list[Note] = []
         if draft.config.kv.block_size is None:
             notes.append(Note(setting="kv.block_size", value=str(kv.block_size), why="SGLang's default page_size"))
+        if _has_two_pools(draft.facts) and "swa_full_tokens_ratio" not in draft.args:
+            why = (
+                "SGLang's default: slots for the layers with a sliding window, for each slot of the others; kv.reserve "
+                "counts as many for both"
+            )
+            notes.append(Note(setting="engine.args.swa_full_tokens_ratio", value=_SLIDING_SHARE, why=why))
         options: dict[str, Any] = {
             "model_path": model.path,
             "served_model_name": model.name,
@@ -114,6 +124,22 @@ class SGLangRecipe(EngineRecipe):
         python = draft.config.engine.python or draft.host.python
         argv = [python, "-m", _server(draft, notes), *render(options | draft.args, negate=False)]
         return Command(argv=tuple(argv), env=env, unset=unset, notes=tuple(notes))
+
+
+def _has_two_pools(facts: ModelFacts) -> bool:
+    return facts.architecture in _TWO_POOLS and bool(facts.sliding_layers)
+
+
+def _check_stages(facts: ModelFacts, split: tuple[LayerRange, ...]) -> None:
+    """Raises PlanError where SGLang would not give every stage both pools: the ranks would count different slots."""
+    for pp_rank, (first, last) in enumerate(split):
+        sliding = sum(layer in facts.sliding_layers for layer in range(first, last + 1))
+        if sliding in (0, last - first + 1):
+            raise PlanError(
+                f"Stage {pp_rank} (layers {first}-{last}) of {facts.name} has layers with "
+                f"{'a sliding window' if sliding else 'full attention'} only: kv=elastic needs both kinds in every stage.",
+                hint=f"Use fewer stages, or other layers for them (engine.env.{PARTITION}), or kv=static.",
+            )
 
 
 def _server(draft: Draft, notes: list[Note]) -> str:
