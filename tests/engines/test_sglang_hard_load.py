@@ -1,4 +1,4 @@
-"""The elastic KV cache in real SGLang under what is hard on it: aborts, retraction, chunks, flushes, many tokens, windows."""
+"""The elastic KV cache in real SGLang under what is hard on it: aborts, retraction, chunks, flushes, windows."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def test_a_layout_that_does_not_fit_the_region_is_refused() -> None:
 
 
 def test_two_memories_in_one_region_have_pages_of_their_own() -> None:
-    """As where an engine has a pool for each kind of layers: each is asked for its pages, the bytes are the region's."""
+    """As where an engine has a pool for each kind of layers: each has its pages, the bytes are the region's."""
     other = BlockGeometry.from_strips(
         [(GEOMETRY.region_bytes, G)], num_blocks=2 * PAGES, blocks_per_page=2, granularity=G
     )

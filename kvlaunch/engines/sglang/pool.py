@@ -80,8 +80,8 @@ def check(pool: MHATokenToKVPool, kv: RankKV) -> None:
     if not fits:
         raise CompatibilityError(
             f"SGLang made a KV pool ({label or kind}) of {pool.layer_num} layers for {left} of a rank's {_layers(kv)}; "
-            "kv=elastic serves one pool for all of them, or two: for the layers with full attention, and for those with a "
-            "sliding window.",
+            "kv=elastic serves one pool for all of them, or two: for the layers with full attention, and for those with "
+            "a sliding window.",
             hint=_STATIC,
         )
     got, wanted = pool.size + pool.page_size, plan.num_blocks * plan.block_size

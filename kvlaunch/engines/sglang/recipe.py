@@ -136,8 +136,8 @@ def _check_stages(facts: ModelFacts, split: tuple[LayerRange, ...]) -> None:
         sliding = sum(layer in facts.sliding_layers for layer in range(first, last + 1))
         if sliding in (0, last - first + 1):
             raise PlanError(
-                f"Stage {pp_rank} (layers {first}-{last}) of {facts.name} has layers with "
-                f"{'a sliding window' if sliding else 'full attention'} only: kv=elastic needs both kinds in every stage.",
+                f"Stage {pp_rank} (layers {first}-{last}) of {facts.name} has only layers with "
+                f"{'a sliding window' if sliding else 'full attention'}: kv=elastic needs both kinds in every stage.",
                 hint=f"Use fewer stages, or other layers for them (engine.env.{PARTITION}), or kv=static.",
             )
 
