@@ -71,17 +71,18 @@ def check(pool: MHATokenToKVPool, kv: RankKV) -> None:
             f"SGLang made a KV pool ({kind}, layout {pool.kv_cache_layout}) that does not work with kv=elastic yet.",
             hint=_STATIC,
         )
-    before = 0 if kv.memory is None else len(kv.memory.geometry.strips) // 2
-    left = _layers(kv) - before
-    if label is None or kv.memory is not None:
-        fits = pool.layer_num == left and label == (None if kv.memory is None else SLIDING)
-    else:
-        fits = label == FULL and 0 < pool.layer_num < left
-    if not fits:
+    first, layers = kv.memory is None, _layers(kv)
+    left = layers if kv.memory is None else layers - len(kv.memory.geometry.strips) // 2
+    fits = {
+        None: first and pool.layer_num == left,
+        FULL: first and 0 < pool.layer_num < left,
+        SLIDING: not first and pool.layer_num == left,
+    }
+    if not fits.get(label, False):
         raise CompatibilityError(
-            f"SGLang made a KV pool ({label or kind}) of {pool.layer_num} layers for {left} of a rank's {_layers(kv)}; "
-            "kv=elastic serves one pool for all of them, or two: for the layers with full attention, and for those with "
-            "a sliding window.",
+            f"SGLang made a KV pool ({label or kind}) of {pool.layer_num} layers for {left} of a rank's {layers}; "
+            "kv=elastic serves one pool for all, or two: for the layers with full attention, and for those with a sliding "
+            "window.",
             hint=_STATIC,
         )
     got, wanted = pool.size + pool.page_size, plan.num_blocks * plan.block_size
@@ -90,7 +91,7 @@ def check(pool: MHATokenToKVPool, kv: RankKV) -> None:
             f"SGLang made a KV pool of page_size {pool.page_size} with {got} slots where the plan has "
             f"{plan.block_size} with {wanted}."
         )
-    planned = kv.rank.kv_bytes_per_token // _layers(kv)
+    planned = kv.rank.kv_bytes_per_token // layers
     token_bytes = 2 * pool.head_num * pool.head_dim * pool.store_dtype.itemsize
     if token_bytes != planned:
         raise CompatibilityError(
