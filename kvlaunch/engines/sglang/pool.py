@@ -81,7 +81,7 @@ def check(pool: MHATokenToKVPool, kv: RankKV) -> None:
     if not fits.get(label, False):
         raise CompatibilityError(
             f"SGLang made a KV pool ({label or kind}) of {pool.layer_num} layers for {left} of a rank's {layers}; "
-            "kv=elastic serves one pool for all, or two: for the layers with full attention, and for those with a sliding "
+            "kv=elastic serves one pool for all, or two: for the layers with full attention, and those with a sliding "
             "window.",
             hint=_STATIC,
         )
