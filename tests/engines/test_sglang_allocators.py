@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,14 @@ import pytest
 pytest.importorskip("sglang")
 
 import torch
-from sglang.srt.mem_cache.allocator import swa
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", UserWarning)  # what SGLang imports on the way says what it lacks
+    from sglang.srt.mem_cache.allocator import swa
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
-from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from kvlaunch.engines.sglang.allocators import Blocks, ElasticPagedAllocator, ElasticTokenAllocator, parts_of
 from kvlaunch.errors import CompatibilityError, KVCommitError
@@ -244,8 +249,10 @@ def test_counts_of_both_pools_are_those_of_stock_sglang(
                 done = requests.extend(step, tokens)
                 assert done == (step in pair[0].slots)
                 refused += not done
-            elif action < 0.9 and requests.slots:
-                requests.decode()
+            elif action < 0.9:
+                # SGLang sees that there is room before: what it takes in one pool only would be lost.
+                if requests.allocator.available_size() >= page_size * len(requests.slots) > 0:
+                    assert requests.decode()
                 requests.leave_window()
             else:
                 requests.free(dead)
@@ -289,7 +296,6 @@ def test_a_flush_takes_everything_back(manager: KVCacheManager, page_size: int) 
     assert manager.stats().mapped_pages == 1
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning:sglang")  # what SGLang imports on the way says what it lacks
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_under_a_limit_less_is_available_and_what_must_go_on_goes_on(manager: KVCacheManager, page_size: int) -> None:
     allocator = elastic(manager, page_size)
