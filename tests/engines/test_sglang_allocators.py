@@ -226,15 +226,13 @@ def both_pools(page_size: int, sizes: tuple[int, int], blocks: tuple[Blocks, Blo
 def test_counts_of_both_pools_are_those_of_stock_sglang(
     monkeypatch: pytest.MonkeyPatch, page_size: int, seed: int
 ) -> None:
-    """The pool with the sliding window is the smaller one, though as many blocks have address space."""
     rng = random.Random(seed)
-    managers = (make_manager(1024), make_manager(1024))
-    counts = (1023, 700)
-    sizes = (counts[0] * page_size, counts[1] * page_size)
+    managers = (make_manager(1024), make_manager(768))
+    sizes = (1023 * page_size, 767 * page_size)
     stock_allocator = both_pools(page_size, sizes, None)
     monkeypatch.setattr(swa, "TokenToKVPoolAllocator", ElasticTokenAllocator)
     monkeypatch.setattr(swa, "PagedTokenToKVPoolAllocator", ElasticPagedAllocator)
-    blocks = (Blocks(managers[0], 3, counts[0]), Blocks(managers[1], 3, counts[1]))
+    blocks = (Blocks(managers[0], 3), Blocks(managers[1], 3))
     elastic_allocator = both_pools(page_size, sizes, blocks)
     assert [manager_blocks(part) for part in parts_of(elastic_allocator)] == list(blocks)
     pair = [WindowedRequests(elastic_allocator), WindowedRequests(stock_allocator)]

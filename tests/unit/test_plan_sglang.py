@@ -116,6 +116,7 @@ def test_options_of_kvlaunch_are_named(args: dict[str, Any], instead: str) -> No
         {"speculative_algorithm": "EAGLE"},
         {"enable-memory-saver": True},
         {"dcp_size": 2},
+        {"swa_full_tokens_ratio": 0.5},
     ],
 )
 def test_what_elastic_cannot_do_is_refused_by_name_and_static_takes_it(args: dict[str, Any]) -> None:
@@ -164,11 +165,8 @@ def test_two_pools_have_the_same_blocks_and_each_layer_counts_once(tmp_path: Pat
     made = sglang(mellum(tmp_path, ["sliding_attention", "sliding_attention", "full_attention"] * 2), pp=2)
     assert [rank.kv_bytes_per_block for rank in made.ranks] == [3 * 2 * 2 * 32 * 2] * 2
     assert made.kv.reserve_bytes == made.kv.num_blocks * made.ranks[0].kv_bytes_per_block
-    assert noted(made)["engine.args.swa_full_tokens_ratio"] == "0.8"
-    own = sglang(mellum(tmp_path, ["sliding_attention", "full_attention"]), args={"swa_full_tokens_ratio": 0.5})
-    assert options(own)["--swa-full-tokens-ratio"] == "0.5"
-    for other in (own, sglang()):
-        assert "engine.args.swa_full_tokens_ratio" not in noted(other)
+    assert options(made)["--swa-full-tokens-ratio"] == noted(made)["engine.args.swa_full_tokens_ratio"] == "1.0"
+    assert "--swa-full-tokens-ratio" not in options(sglang())
 
 
 @pytest.mark.parametrize("only", ["sliding_attention", "full_attention"])

@@ -32,13 +32,12 @@ class Blocks:
     Args:
         manager: maps pages and hands out their blocks. Its owner thread is the scheduler's.
         global_rank: named where there is no memory.
-        count: blocks that there are beside block 0, where SGLang uses fewer than the manager has.
     """
 
-    def __init__(self, manager: KVCacheManager, global_rank: int, count: int | None = None) -> None:
+    def __init__(self, manager: KVCacheManager, global_rank: int) -> None:
         self.manager = manager
         self._global_rank = global_rank
-        self._limit = self._all = manager.settings.num_blocks - 1 if count is None else count
+        self._limit = self._all = manager.settings.num_blocks - 1
 
     @property
     def available(self) -> int:

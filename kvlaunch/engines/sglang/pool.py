@@ -38,7 +38,7 @@ def create_buffers(pool: MHATokenToKVPool, kv: RankKV) -> RankMemory:
     check(pool, kv)
     plan = kv.plan.kv
     row_bytes = pool.head_num * pool.head_dim * pool.store_dtype.itemsize
-    rows = plan.num_blocks * plan.block_size  # of the pool with a sliding window, SGLang may use only the first
+    rows = pool.size + pool.page_size
     strip_bytes = rows * row_bytes
     start = 0 if kv.memory is None else kv.memory.geometry.region_bytes
     geometry = BlockGeometry.from_strips(
@@ -85,11 +85,12 @@ def check(pool: MHATokenToKVPool, kv: RankKV) -> None:
             "window.",
             hint=_STATIC,
         )
-    got, wanted = pool.size + pool.page_size, plan.num_blocks * plan.block_size
-    if pool.page_size != plan.block_size or got > wanted or (got < wanted and label != SLIDING):
+    got = (pool.page_size, pool.size + pool.page_size)
+    wanted = (plan.block_size, plan.num_blocks * plan.block_size)
+    if got != wanted:
         raise CompatibilityError(
-            f"SGLang made a KV pool of page_size {pool.page_size} with {got} slots where the plan has "
-            f"{plan.block_size} with {wanted}."
+            f"SGLang made a KV pool of page_size {got[0]} with {got[1]} slots where the plan has {wanted[0]} with "
+            f"{wanted[1]}."
         )
     planned = kv.rank.kv_bytes_per_token // layers
     token_bytes = 2 * pool.head_num * pool.head_dim * pool.store_dtype.itemsize

@@ -24,9 +24,6 @@ _TWO_POOLS = frozenset({"MellumForCausalLM"})
 """Architectures for whose layers with a sliding window SGLang has a pool of their own (is_hybrid_swa_model in
 sglang/srt/configs/model_config.py); those of other architectures share the one pool."""
 
-_SLIDING_SHARE = "0.8"
-"""SGLang's default of swa_full_tokens_ratio."""
-
 _CPU_OPTIONS: dict[str, tuple[Any, str]] = {
     "attention_backend": ("torch_native", "PyTorch's own kernels: SGLang's CPU kernels are in no public package"),
     "sampling_backend": ("pytorch", "the others are for GPUs"),
@@ -92,12 +89,6 @@ class SGLangRecipe(EngineRecipe):
         notes: list[Note] = []
         if draft.config.kv.block_size is None:
             notes.append(Note(setting="kv.block_size", value=str(kv.block_size), why="SGLang's default page_size"))
-        if _has_two_pools(draft.facts) and "swa_full_tokens_ratio" not in draft.args:
-            why = (
-                "SGLang's default: slots for the layers with a sliding window, for each slot of the others; kv.reserve "
-                "counts as many for both"
-            )
-            notes.append(Note(setting="engine.args.swa_full_tokens_ratio", value=_SLIDING_SHARE, why=why))
         options: dict[str, Any] = {
             "model_path": model.path,
             "served_model_name": model.name,
@@ -113,6 +104,10 @@ class SGLangRecipe(EngineRecipe):
             # The launcher asks it how many requests are in work before it ends the engine.
             "enable_metrics": True,
         }
+        if _has_two_pools(draft.facts) and "swa_full_tokens_ratio" not in draft.args:
+            options["swa_full_tokens_ratio"] = 1.0
+            why = "kv.reserve counts as many slots for layers with a sliding window as for others; SGLang's own: 0.8"
+            notes.append(Note(setting="engine.args.swa_full_tokens_ratio", value="1.0", why=why))
         own = _common_env(draft, model)
         if draft.device == "cpu":
             for name, (value, why) in _CPU_OPTIONS.items():

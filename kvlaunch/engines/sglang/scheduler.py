@@ -29,6 +29,7 @@ SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 STATS = "sglang.srt.managers.scheduler_components.pool_stats_observer.SchedulerPoolStatsObserver"
 RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver"
 MEM_CACHE = "sglang.srt.mem_cache"
+SLIDING_BY_REQUESTS = "sglang.srt.model_executor.pool_configurator.SWARequestCapPoolConfigurator"
 
 
 class RankHooks:
@@ -72,14 +73,18 @@ class RankHooks:
         self._kv.close()
 
     def _install_elastic(self) -> None:
+        from kvlaunch.engines.sglang import attention
         from kvlaunch.engines.sglang.allocators import ElasticPagedAllocator, ElasticTokenAllocator
 
         compat.hook(
             {
+                **attention.hooks(),
                 f"{MEM_CACHE}.kv_cache_configurator.KVCacheConfigurator._apply_token_constraints": (
                     "replace",
                     self._capacity,
                 ),
+                # A pool for a sliding window as large as the plan says, whatever number of requests is the most.
+                f"{SLIDING_BY_REQUESTS}.is_applicable": ("replace", _never),
                 f"{MEM_CACHE}.memory_pool.MHATokenToKVPool._create_buffers_normal": ("replace", self._create_buffers),
                 f"{MEM_CACHE}.allocator.token.TokenToKVPoolAllocator": ("replace", ElasticTokenAllocator),
                 f"{MEM_CACHE}.allocator.paged.PagedTokenToKVPoolAllocator": ("replace", ElasticPagedAllocator),
@@ -126,9 +131,12 @@ class RankHooks:
 
     def _attach(self, scheduler: Any) -> None:
         """See that the scheduler works with the elastic pools."""
+        from kvlaunch.engines.sglang import attention
         from kvlaunch.engines.sglang.allocators import blocks_of, parts_of
 
         parts = parts_of(scheduler.token_to_kv_pool_allocator)
+        if len(parts) > 1:
+            attention.check(scheduler.tp_worker.model_runner.attn_backend)
         if [blocks_of(part.get_kvcache()) for part in parts] != self._pools:
             raise CompatibilityError("SGLang's allocator is not that of the elastic pools: its slots have no memory.")
         if scheduler.max_total_num_tokens != capacity_tokens(self._plan.kv):
@@ -160,7 +168,7 @@ class RankHooks:
             channel=LocalChannel(pool.create_buffers(kv_pool, self._kv)),
             wake=_no_wake,
         )
-        kv_pool.kvlaunch_blocks = Blocks(manager, self._rank.global_rank, kv_pool.size // kv_pool.page_size)
+        kv_pool.kvlaunch_blocks = Blocks(manager, self._rank.global_rank)
         self._pools.append(kv_pool.kvlaunch_blocks)
         manager.start()
 
@@ -226,6 +234,10 @@ class RankHooks:
             full_token_usage=used / stats.full_capacity,
             full_available_size=stats.full_available_size + withheld,
         )
+
+
+def _never(_configurator: Any) -> bool:
+    return False
 
 
 def _no_wake() -> None:
