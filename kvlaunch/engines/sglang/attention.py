@@ -1,9 +1,9 @@
 """SGLang's attention on CPU, made to read a sliding window where it lies.
 
-Where SGLang has two pools, its backend `torch_native` writes the keys and values of a layer with a sliding window to the
-slots of that layer's pool, and reads them at the numbers that the tokens have in the other one. The two agree for as long
-as both pools hand out slots that were never used, which a pool of SGLang's own does until it has been through all of
-them; one that hands out slots compactly does not.
+Where SGLang has two pools, its backend `torch_native` writes the keys and values of a layer with a sliding window to
+the slots of that layer's pool, but reads them by the slots that the tokens have in the other one. These are the same
+numbers while both pools hand out slots that were never used: until SGLang's own pools have been through all of them
+(its tokens are wrong from then on), and hardly ever in pools that hand out slots compactly.
 """
 
 from __future__ import annotations
