@@ -15,7 +15,7 @@ from kvlaunch.kv.geometry import BlockGeometry
 from kvlaunch.kv.ipc import network
 from kvlaunch.kv.ipc.listener import StageListener
 from kvlaunch.kv.ipc.peer import StagePeer
-from kvlaunch.kv.memory.base import MemoryBackend
+from kvlaunch.kv.memory.base import MemoryBackend, Region
 from kvlaunch.kv.memory.host import HostBackend
 from kvlaunch.kv.rank import RankMemory
 from kvlaunch.kv.settings import KVSettings
@@ -85,8 +85,11 @@ class RankKV:
         faults.raise_at(self.faults, "weights")
         self.tell("weights")
 
-    def reserve(self, geometry: BlockGeometry) -> torch.Tensor:
+    def reserve(self, geometry: BlockGeometry, *, nbytes: int | None = None) -> torch.Tensor:
         """Reserve the region, map the null block's page, and serve the stage.
+
+        Args:
+            nbytes: of the region, where more than these blocks is to lie in it (`share`).
 
         Returns:
             The flat int8 tensor over the whole region.
@@ -95,20 +98,23 @@ class RankKV:
             MemoryMapError: no address space, or no memory for the null block's page.
             KVCommitError: a rank of the stage did not join its leader in time.
         """
-        region = self._backend().reserve(geometry.region_bytes)
-        self.memory = RankMemory(
-            faults.forgetful(region) if faults.leaves_unmapped(self.faults) else region,
-            geometry,
-            global_rank=self.rank.global_rank,
-            pp_rank=self.rank.pp_rank,
-            tp_rank=self.rank.tp_rank,
-            run=self.run.run,
-            epoch=self.run.epoch,
-            fault=faults.request_fault(self.faults),
+        region = self._backend().reserve(geometry.region_bytes if nbytes is None else nbytes)
+        self.memory = self._memory(
+            faults.forgetful(region) if faults.leaves_unmapped(self.faults) else region, geometry
         )
         self._serve(self.memory)
-        log.info("KV cache: %d bytes of address space, %d pages", geometry.region_bytes, geometry.num_pages)
+        log.info("KV cache: %d bytes of address space, %d pages", region.nbytes, geometry.num_pages)
         return region.tensor()
+
+    def share(self, geometry: BlockGeometry) -> RankMemory:
+        """Memory for other blocks in the region that was reserved, with pages of their own; its null page is mapped.
+
+        Raises:
+            ValueError: the blocks do not lie within the region, or not free of those that are there.
+            MemoryMapError: no memory for the null block's page.
+        """
+        assert self.memory is not None  # `reserve` comes first
+        return self._memory(self.memory.region, geometry, beside=self.memory)
 
     def tell(self, phase: Phase, detail: str = "") -> None:
         emit(self._paths.events, phase, rank=self.rank.global_rank, detail=detail)
@@ -137,6 +143,19 @@ class RankKV:
         """Stop answering. The region stays until the process ends: the engine's tensors lie in it."""
         if self._service is not None:
             self._service.close()
+
+    def _memory(self, region: Region, geometry: BlockGeometry, beside: RankMemory | None = None) -> RankMemory:
+        return RankMemory(
+            region,
+            geometry,
+            global_rank=self.rank.global_rank,
+            pp_rank=self.rank.pp_rank,
+            tp_rank=self.rank.tp_rank,
+            run=self.run.run,
+            epoch=self.run.epoch,
+            fault=faults.request_fault(self.faults),
+            beside=beside,
+        )
 
     def _backend(self) -> MemoryBackend:
         if self.plan.device == "cpu":

@@ -34,9 +34,11 @@ class RankMemory:
     """Applies operations to a rank's region: each at most once, and as a whole or not at all. Thread-safe.
 
     Args:
-        region: the rank's memory, nothing of it mapped yet; closed by `close`.
+        region: the rank's memory, nothing of this geometry mapped yet; closed by `close`.
         geometry: the layout of the blocks in it.
         run, epoch: operations of another run or epoch are refused.
+        beside: another memory in the same region, whose blocks this one's do not touch. Each has pages of its own; the
+            bytes that either states are those of the region.
         fault: called with each operation before it is applied; an OSError, RuntimeError or ValueError that it raises
             is the operation's failure (tests).
 
@@ -56,6 +58,7 @@ class RankMemory:
         run: str,
         epoch: int,
         fault: Fault | None = None,
+        beside: RankMemory | None = None,
     ) -> None:
         if geometry.region_bytes > region.nbytes:
             raise ValueError(f"the KV layout takes {geometry.region_bytes} bytes, the region has {region.nbytes}")
@@ -74,11 +77,12 @@ class RankMemory:
         self.limit_pages: int | None = None
         """The limit that this rank's own manager keeps, for `state`; None: none, or the manager is elsewhere."""
         self._fault = fault
-        self._lock = threading.Lock()
+        self._lock: threading.Lock = threading.Lock() if beside is None else beside._lock
         self._records: dict[str, _Record] = {}
         self._ok = RankResult(global_rank=global_rank)
         self._mapped = bytearray(geometry.num_pages)
-        region.map_many(geometry.ranges([(NULL_PAGE, 1)]))
+        with self._lock:
+            region.map_many(geometry.ranges([(NULL_PAGE, 1)]))
         self._mapped[NULL_PAGE] = 1
 
     def apply(self, request: Operation) -> RankResult:

@@ -38,6 +38,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "Qwen2MoeForCausalLM": Architecture(qkv_bias=True, shared_expert=True),
     "Qwen3ForCausalLM": Architecture(qk_norm=True),
     "Qwen3MoeForCausalLM": Architecture(qk_norm=True),
+    "MellumForCausalLM": Architecture(qk_norm=True),
     "Gemma2ForCausalLM": Architecture(norms_per_layer=4),
     "Gemma3ForCausalLM": Architecture(qk_norm=True, norms_per_layer=4),
 }
@@ -235,7 +236,11 @@ def _dtype(raw: Mapping[str, Any]) -> str:
 
 
 def _dense_layers(raw: Mapping[str, Any], num_layers: int) -> frozenset[int]:
-    """Qwen's rule: a layer has experts unless it is listed in mlp_only_layers or skipped by decoder_sparse_step."""
+    """Qwen's rule: a layer has experts unless it is listed in mlp_only_layers or skipped by decoder_sparse_step.
+    Mellum's: mlp_layer_types says it of each layer."""
+    types = raw.get("mlp_layer_types")
+    if isinstance(types, list):
+        return frozenset(i for i, kind in enumerate(types) if kind == "dense")
     step = raw.get("decoder_sparse_step") or 1
     only = set(raw.get("mlp_only_layers") or ())
     return frozenset(i for i in range(num_layers) if i in only or (i + 1) % step)

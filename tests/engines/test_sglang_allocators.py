@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,16 @@ import pytest
 pytest.importorskip("sglang")
 
 import torch
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", UserWarning)  # what SGLang imports on the way says what it lacks
+    from sglang.srt.mem_cache.allocator import swa
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 
-from kvlaunch.engines.sglang.allocators import Blocks, ElasticPagedAllocator, ElasticTokenAllocator
+from kvlaunch.engines.sglang.allocators import Blocks, ElasticPagedAllocator, ElasticTokenAllocator, parts_of
 from kvlaunch.errors import CompatibilityError, KVCommitError
 from kvlaunch.kv.geometry import BlockGeometry
 from kvlaunch.kv.ipc.local import LocalChannel
@@ -170,6 +177,99 @@ def test_counts_are_those_of_stock_sglang(manager: KVCacheManager, page_size: in
     pair[1].check()
 
 
+WINDOW = 48
+
+
+class WindowedRequests(Requests):
+    """Requests of a model with sliding-window and full attention: they give back in one pool what left the window."""
+
+    def __init__(self, allocator: Any) -> None:
+        super().__init__(allocator)
+        self.left: dict[int, int] = {}
+        """Tokens of each request that have left the window: whole pages."""
+
+    def leave_window(self) -> None:
+        page_size = self.allocator.page_size
+        for request, slots in self.slots.items():
+            old = self.left.get(request, 0)
+            new = max(old, (len(slots) - WINDOW) // page_size * page_size)
+            self.allocator.free_swa_segment(slots[old:new], start_pos=old)
+            self.left[request] = new
+
+    def free(self, requests: list[int]) -> None:
+        self.allocator.free_group_begin()
+        for request in requests:
+            slots, left = self.slots.pop(request), self.left.pop(request, 0)
+            self.allocator.free_full_segment(slots[:left], start_pos=0)
+            self.allocator.free_segment(slots[left:], start_pos=left)
+        self.allocator.free_group_end()
+
+    def check(self) -> None:
+        super().check()
+        mapping = self.allocator.full_to_swa_index_mapping
+        sliding = [int(mapping[slot]) for r, slots in self.slots.items() for slot in slots[self.left.get(r, 0) :]]
+        assert len(set(sliding)) == len(sliding)
+        assert not sliding or min(sliding) >= self.allocator.page_size
+
+
+def both_pools(page_size: int, sizes: tuple[int, int], blocks: tuple[Blocks, Blocks] | None) -> Any:
+    """SGLang's allocator for a model with sliding-window and full attention, over elastic pools or over none."""
+    pool = object.__new__(SWAKVPool)  # without buffers
+    pool.full_kv_pool, pool.swa_kv_pool = (
+        SimpleNamespace(kvlaunch_blocks=part) for part in (blocks if blocks is not None else (None, None))
+    )
+    return swa.SWATokenToKVPoolAllocator(*sizes, page_size, torch.bfloat16, "cpu", kvcache=pool, need_sort=False)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("seed", range(3))
+def test_counts_of_both_pools_are_those_of_stock_sglang(
+    monkeypatch: pytest.MonkeyPatch, page_size: int, seed: int
+) -> None:
+    rng = random.Random(seed)
+    managers = (make_manager(1024), make_manager(768))
+    sizes = (1023 * page_size, 767 * page_size)
+    stock_allocator = both_pools(page_size, sizes, None)
+    monkeypatch.setattr(swa, "TokenToKVPoolAllocator", ElasticTokenAllocator)
+    monkeypatch.setattr(swa, "PagedTokenToKVPoolAllocator", ElasticPagedAllocator)
+    blocks = (Blocks(managers[0], 3), Blocks(managers[1], 3))
+    elastic_allocator = both_pools(page_size, sizes, blocks)
+    assert [manager_blocks(part) for part in parts_of(elastic_allocator)] == list(blocks)
+    pair = [WindowedRequests(elastic_allocator), WindowedRequests(stock_allocator)]
+    refused = 0
+    for step in range(200):
+        for manager in managers:
+            manager.step_scheduled()
+        action, tokens = rng.random(), rng.randrange(1, 60 * page_size)
+        dead = [r for r in pair[0].slots if rng.random() < 0.1]
+        for requests in pair:
+            if action < 0.35:
+                done = requests.extend(step, tokens)
+                assert done == (step in pair[0].slots)
+                refused += not done
+            elif action < 0.9:
+                # SGLang sees that there is room before: what it takes in one pool only would be lost.
+                if requests.allocator.available_size() >= page_size * len(requests.slots) > 0:
+                    assert requests.decode()
+                requests.leave_window()
+            else:
+                requests.free(dead)
+        for size in ("available_size", "full_available_size", "swa_available_size"):
+            assert getattr(elastic_allocator, size)() == getattr(stock_allocator, size)()
+        for manager in managers:
+            manager.step_finished()
+    pair[0].check()
+    pair[1].check()
+    assert refused, "neither pool was ever full: this test would prove less"
+    pair[0].free(list(pair[0].slots))
+    assert [manager.in_use_blocks for manager in managers] == [0, 0]
+    assert pair[0].extend(0, min(sizes))
+    elastic_allocator.clear()
+    assert (elastic_allocator.full_available_size(), elastic_allocator.swa_available_size()) == sizes
+    for manager in managers:
+        manager.close()
+
+
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_a_full_pool_is_refused_and_nothing_is_taken(manager: KVCacheManager, page_size: int) -> None:
     requests = Requests(elastic(manager, page_size))
@@ -194,7 +294,6 @@ def test_a_flush_takes_everything_back(manager: KVCacheManager, page_size: int) 
     assert manager.stats().mapped_pages == 1
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning:sglang")  # what SGLang imports on the way says what it lacks
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_under_a_limit_less_is_available_and_what_must_go_on_goes_on(manager: KVCacheManager, page_size: int) -> None:
     allocator = elastic(manager, page_size)
@@ -246,3 +345,9 @@ def test_a_pool_of_sglangs_own_is_refused_by_name() -> None:
 
     with pytest.raises(CompatibilityError, match="OtherPool"):
         ElasticTokenAllocator(10, torch.bfloat16, "cpu", kvcache=OtherPool(), need_sort=False)
+
+
+def test_an_allocator_of_sglangs_own_is_refused_by_name() -> None:
+    allocator = both_pools(1, (100, 80), None)
+    with pytest.raises(CompatibilityError, match="TokenToKVPoolAllocator"):
+        parts_of(allocator)

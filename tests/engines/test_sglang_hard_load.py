@@ -1,11 +1,15 @@
-"""The elastic KV cache in real SGLang under what is hard on it: aborts, retraction, chunks, flushes, many tokens."""
+"""The elastic KV cache in real SGLang under what is hard on it: aborts, retraction, chunks, flushes, windows."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from kvlaunch.errors import KVCommitError
 from kvlaunch.plan.kv import capacity_tokens
-from tests.engines.harness import launch, prefix_cache, prompts, small, storm, wait_until
+from tests.engines.harness import Load, kvlaunch, launch, prefix_cache, prompts, small, storm, wait_until
+from tests.engines.hybrid_model import SLIDING_WINDOW, make_mellum
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -100,3 +104,55 @@ def test_memory_follows_the_live_tokens_however_many_went_through() -> None:
         needed = live * rank.kv_bytes_per_token / engine.page_bytes()[0]
         assert touched <= 1.5 * needed, (touched, needed)
         assert touched > 0.5 * needed, "the requests were not live together: this test would prove nothing"
+
+
+@pytest.mark.supports("sliding-window and full attention together")
+@pytest.mark.parametrize(
+    ("shape", "radix", "page_size"),
+    [(("tp=1", "pp=1"), True, 1), (("tp=1", "pp=2"), True, 1), (("tp=1", "pp=2"), False, 4)],
+    ids=["one-rank", "pipeline", "pipeline-plain"],
+)
+def test_sliding_window_and_full_attention_together(
+    tmp_path: Path, shape: tuple[str, ...], radix: bool, page_size: int
+) -> None:
+    """SGLang keeps two pools; slots that leave the window are freed in one of them while their request runs on."""
+    eager = ("kv.cache.idle_s=1", "kv.ahead.low=0", "kv.ahead.high=0")
+    model = f"model={make_mellum(tmp_path)}"
+    overrides = ("engine=sglang", model, *shape, "kv.reserve=64MiB", *eager, prefix_cache("sglang", on=radix))
+    texts, new_tokens = [text * 2 for text in prompts(24)], 2 * SLIDING_WINDOW
+    assert min(map(len, texts)) > SLIDING_WINDOW
+    # SGLang itself is asked with page_size 1, and for fewer tokens than it has slots: else it reads wrong ones (see
+    # kvlaunch.engines.sglang.attention).
+    with launch(*overrides, "kv=static") as static:
+        expected = [static.complete_all(texts, new_tokens) for _ in range(2)]
+    assert len({tuple(tokens) for tokens in expected[0]}) > 12, "the model answers everything alike"
+    with launch(*overrides, "kv=elastic", f"kv.block_size={page_size}") as elastic:
+        assert elastic.plan.kv.guard
+        wait_until(elastic.at_baseline, 30, f"resident {elastic.resident_bytes()}")
+        assert [elastic.complete_all(texts, new_tokens) for _ in range(2)] == expected
+        # Two of eight layers keep all tokens, and the others those of the windows.
+        live = sum(map(len, texts)) + len(texts) * new_tokens // 2
+        with Load(elastic, texts, new_tokens) as load:
+            load.until_resident([0.25 * live * rank.kv_bytes_per_token for rank in elastic.plan.ranks])
+        wait_until(elastic.at_baseline, 30, f"resident {elastic.resident_bytes()}")
+        wait_until(lambda: elastic.mapped_bytes() == elastic.resident_bytes(), 10, "ps and smaps differ")
+        assert elastic.complete_all(texts, new_tokens) == expected[0]
+        refused = kvlaunch("limit", "2MiB", elastic.run)
+        assert refused.returncode == KVCommitError.exit_code
+        assert "sliding window" in refused.stderr
+        assert elastic.process.poll() is None
+        for rank in elastic.plan.ranks:
+            assert "leak" not in elastic.paths.rank_log(rank.global_rank).read_text(errors="replace")
+
+
+def test_what_left_the_window_gives_its_memory_back_while_its_request_runs_on(tmp_path: Path) -> None:
+    texts, new_tokens = prompts(4), 16 * SLIDING_WINDOW
+    eager = ("kv.ahead.low=0", "kv.ahead.high=0", prefix_cache("sglang", on=False))
+    with launch("engine=sglang", f"model={make_mellum(tmp_path)}", "kv.reserve=64MiB", *eager) as engine:
+        kept = sum(map(len, texts)) + len(texts) * new_tokens
+        everything = kept * engine.plan.ranks[0].kv_bytes_per_token
+        with Load(engine, texts, new_tokens) as load:
+            load.until_resident([0.25 * everything])
+            load.another_round()
+        assert load.peak[0] < 0.6 * everything, (load.peak, everything)
+        wait_until(engine.at_baseline, 30, f"resident {engine.resident_bytes()}")

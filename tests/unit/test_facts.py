@@ -253,6 +253,14 @@ def test_mixture_of_experts_from_config_json(tmp_path: Path) -> None:
     assert 1 in facts.dense_layers
     assert 3 not in facts.dense_layers
     assert 2 in facts.dense_layers
+    mellum = write_config(
+        tmp_path / "y",
+        architectures=["MellumForCausalLM"],
+        num_local_experts=8,
+        moe_intermediate_size=64,
+        mlp_layer_types=["dense", "sparse"] * 14,
+    )
+    assert load_facts(ModelConfig(name="y", path=mellum), environ={}).dense_layers == frozenset(range(0, 28, 2))
     mixtral = write_config(tmp_path / "x", architectures=["MixtralForCausalLM"], num_local_experts=8)
     assert load_facts(ModelConfig(name="x", path=mixtral), environ={}).moe_intermediate_size == 3072
 

@@ -188,6 +188,24 @@ def test_a_layout_that_does_not_fit_the_region_is_refused() -> None:
         assert region.mapped_bytes == 0
 
 
+def test_two_memories_in_one_region_have_pages_of_their_own() -> None:
+    """As where an engine has a pool for each kind of layers: each has its pages, the bytes are the region's."""
+    other = BlockGeometry.from_strips(
+        [(GEOMETRY.region_bytes, G)], num_blocks=2 * PAGES, blocks_per_page=2, granularity=G
+    )
+    region = NoopBackend().reserve(other.region_bytes)
+    ids = {"global_rank": 3, "pp_rank": 1, "tp_rank": 1, "run": "r", "epoch": 2}
+    first = RankMemory(region, GEOMETRY, **ids)
+    second = RankMemory(region, other, **ids, beside=first)
+    assert first.apply(op(Map, 1, (3, 2))).error is None
+    assert second.apply(op(Map, 1, (4, 1))).error is None
+    assert first.mapped_runs() == [(0, 1), (3, 2)]
+    assert second.mapped_runs() == [(0, 1), (4, 1)]
+    wanted = 3 * PAGE_BYTES + 2 * other.bytes_per_page
+    for memory in (first, second):
+        assert (memory.state().mapped_bytes, memory.state().reserved_bytes) == (wanted, region.nbytes)
+
+
 def test_many_senders_do_not_pile_up() -> None:
     rank, _ = make()
     for i in range(1000):

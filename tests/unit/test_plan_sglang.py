@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvlaunch.config.schema import ModelConfig
 from kvlaunch.errors import PlanError
 from kvlaunch.plan.kv import MOST_RANGES
 from kvlaunch.plan.types import LaunchPlan
@@ -113,6 +116,7 @@ def test_options_of_kvlaunch_are_named(args: dict[str, Any], instead: str) -> No
         {"speculative_algorithm": "EAGLE"},
         {"enable-memory-saver": True},
         {"dcp_size": 2},
+        {"swa_full_tokens_ratio": 0.5},
     ],
 )
 def test_what_elastic_cannot_do_is_refused_by_name_and_static_takes_it(args: dict[str, Any]) -> None:
@@ -138,6 +142,39 @@ def test_the_users_options_win() -> None:
     assert options(made)["--attention-backend"] == "intel_amx"
     assert made.nodes[0].argv.count("--attention-backend") == 1
     assert "engine.args.attention_backend" not in noted(made)
+
+
+def mellum(folder: Path, layer_types: list[str]) -> ModelConfig:
+    content = {
+        "architectures": ["MellumForCausalLM"],
+        "num_hidden_layers": len(layer_types),
+        "layer_types": layer_types,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 512,
+        "sliding_window": 64,
+    }
+    (folder / "config.json").write_text(json.dumps(content))
+    return ModelConfig(name=str(folder))
+
+
+def test_two_pools_have_the_same_blocks_and_each_layer_counts_once(tmp_path: Path) -> None:
+    made = sglang(mellum(tmp_path, ["sliding_attention", "sliding_attention", "full_attention"] * 2), pp=2)
+    assert [rank.kv_bytes_per_block for rank in made.ranks] == [3 * 2 * 2 * 32 * 2] * 2
+    assert made.kv.reserve_bytes == made.kv.num_blocks * made.ranks[0].kv_bytes_per_block
+    assert options(made)["--swa-full-tokens-ratio"] == noted(made)["engine.args.swa_full_tokens_ratio"] == "1.0"
+    assert "--swa-full-tokens-ratio" not in options(sglang())
+
+
+@pytest.mark.parametrize("only", ["sliding_attention", "full_attention"])
+def test_a_stage_with_one_kind_of_layers_beside_others_is_refused(tmp_path: Path, only: str) -> None:
+    model = mellum(tmp_path, ["sliding_attention", "full_attention", only, only])
+    with pytest.raises(PlanError, match=r"Stage 1 \(layers 2-3\)"):
+        sglang(model, pp=2)
+    assert sglang(model, pp=2, mode="static").pp_size == 2, "what it comes to is SGLang's own business"
 
 
 def test_what_is_not_there_yet() -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.utils import get_num_new_pages
 
@@ -93,6 +94,24 @@ def blocks_of(pool: KVCache) -> Blocks:
     return blocks
 
 
+def parts_of(allocator: Any) -> list[Any]:
+    """The allocators of a rank's pools: the two inside SGLang's allocator for full and sliding-window attention, or the
+    only one.
+
+    Raises:
+        CompatibilityError: one of them is not elastic.
+    """
+    both = type(allocator) is SWATokenToKVPoolAllocator and not allocator.swa_req_ring
+    parts = [allocator.full_attn_allocator, allocator.swa_attn_allocator] if both else [allocator]
+    for part in parts:
+        if type(part) not in (ElasticTokenAllocator, ElasticPagedAllocator):
+            raise CompatibilityError(
+                f"SGLang's allocator ({type(part).__name__}) does not work with kv=elastic yet.",
+                hint="Start with kv=static.",
+            )
+    return parts
+
+
 class _LastGoesOn:
     """The last request of a batch is decoded past the limit, where there are blocks for it: else it would be failed."""
 
@@ -110,9 +129,9 @@ class _LastGoesOn:
 class ElasticTokenAllocator(_LastGoesOn, TokenToKVPoolAllocator):  # type: ignore[misc]
     """For page_size 1: a block is a slot."""
 
-    def __init__(self, *args: Any, kvcache: KVCache, **kwargs: Any) -> None:
+    def __init__(self, size: int, dtype: torch.dtype, device: str, kvcache: KVCache, need_sort: bool) -> None:
         self._blocks = blocks_of(kvcache)
-        super().__init__(*args, kvcache=kvcache, **kwargs)
+        super().__init__(size, dtype, device, kvcache, need_sort)
 
     def clear(self) -> None:
         self.free_group = None
@@ -140,9 +159,11 @@ class ElasticPagedAllocator(_LastGoesOn, PagedTokenToKVPoolAllocator):  # type: 
     it is about to use.
     """
 
-    def __init__(self, *args: Any, kvcache: KVCache, **kwargs: Any) -> None:
+    def __init__(  # noqa: PLR0917 - the parameters are SGLang's
+        self, size: int, page_size: int, dtype: torch.dtype, device: str, kvcache: KVCache, need_sort: bool
+    ) -> None:
         self._blocks = blocks_of(kvcache)
-        super().__init__(*args, kvcache=kvcache, **kwargs)
+        super().__init__(size, page_size, dtype, device, kvcache, need_sort)
 
     def clear(self) -> None:
         super().clear()

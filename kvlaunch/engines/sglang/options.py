@@ -67,6 +67,7 @@ RULES = OptionRules(
         "dllm_algorithm": "its steps are not those of a plain decoder",
         "enable_pdmux": "its steps overlap in a way that the elastic cache does not follow",
         "elastic_ep_backend": _RANKS_GO,
+        "swa_full_tokens_ratio": "both pools have as many slots, and memory behind those that are used",
     },
     parts=("dp", "dp_size", "data_parallel_size", "attn_cp_size", "dcp_size"),
 )

@@ -13,11 +13,16 @@ from kvlaunch.plan.topology import LayerRange, layers_from_counts
 from kvlaunch.plan.types import Note
 
 if TYPE_CHECKING:
+    from kvlaunch.plan.facts import ModelFacts
     from kvlaunch.plan.types import KVPlan, ModelPlan
 
 PARTITION = "SGLANG_PP_LAYER_PARTITION"
 _FORKING_SERVER = "kvlaunch.engines.sglang.serve"
 BIND = "SGLANG_CPU_OMP_THREADS_BIND"
+
+_TWO_POOLS = frozenset({"MellumForCausalLM"})
+"""Architectures for whose layers with a sliding window SGLang has a pool of their own (is_hybrid_swa_model in
+sglang/srt/configs/model_config.py); those of other architectures share the one pool."""
 
 _CPU_OPTIONS: dict[str, tuple[Any, str]] = {
     "attention_backend": ("torch_native", "PyTorch's own kernels: SGLang's CPU kernels are in no public package"),
@@ -43,12 +48,6 @@ class SGLangRecipe(EngineRecipe):
             raise PlanError(
                 "kv=elastic does not work with engine=sglang on device=cuda yet.", hint="Use kv=static, or device=cpu."
             )
-        if elastic and draft.facts.sliding_layers:
-            raise PlanError(
-                f"kv=elastic: {draft.facts.name} has layers with a sliding window, for which SGLang keeps a pool of "
-                "another kind.",
-                hint="Use kv=static.",
-            )
 
     def layers(self, draft: Draft) -> tuple[LayerRange, ...]:
         """SGLang's rule (get_pp_indices in sglang/srt/distributed/utils.py): what is left over goes to the last stages,
@@ -68,6 +67,8 @@ class SGLangRecipe(EngineRecipe):
 
     def kv_shape(self, draft: Draft, split: tuple[LayerRange, ...]) -> KVShape:
         facts = draft.facts
+        if _has_two_pools(facts) and draft.config.kv.mode.value == "elastic":
+            _check_stages(facts, split)
         token_bytes = facts.kv_bytes_per_token_layer(
             draft.topology.kv_heads_per_rank(facts.num_kv_heads),
             kv_dtype_bytes(draft.args, facts.dtype_bytes, KV_DTYPE_BYTES),
@@ -101,6 +102,10 @@ class SGLangRecipe(EngineRecipe):
         }
         if draft.topology.nnodes > 1:
             options |= {"nnodes": draft.topology.nnodes, "node_rank": node_rank, "dist_init_addr": MASTER}
+        if _has_two_pools(draft.facts) and "swa_full_tokens_ratio" not in draft.args:
+            options["swa_full_tokens_ratio"] = 1.0
+            why = "kv.reserve counts as many slots for layers with a sliding window as for others; SGLang's own: 0.8"
+            notes.append(Note(setting="engine.args.swa_full_tokens_ratio", value="1.0", why=why))
         own = _common_env(draft, model)
         if draft.device == "cpu":
             for name, (value, why) in _CPU_OPTIONS.items():
@@ -112,6 +117,22 @@ class SGLangRecipe(EngineRecipe):
         python = draft.config.engine.python or draft.host.python
         argv = [python, "-m", _server(draft, notes), *render(options | draft.args, negate=False)]
         return Command(argv=tuple(argv), env=env, unset=unset, notes=tuple(notes))
+
+
+def _has_two_pools(facts: ModelFacts) -> bool:
+    return facts.architecture in _TWO_POOLS and bool(facts.sliding_layers)
+
+
+def _check_stages(facts: ModelFacts, split: tuple[LayerRange, ...]) -> None:
+    """Raises PlanError where SGLang would not give every stage both pools: the ranks would count different slots."""
+    for pp_rank, (first, last) in enumerate(split):
+        sliding = sum(layer in facts.sliding_layers for layer in range(first, last + 1))
+        if sliding in (0, last - first + 1):
+            raise PlanError(
+                f"Stage {pp_rank} (layers {first}-{last}) of {facts.name} has only layers with "
+                f"{'a sliding window' if sliding else 'full attention'}: kv=elastic needs both kinds in every stage.",
+                hint=f"Use fewer stages, or other layers for them (engine.env.{PARTITION}), or kv=static.",
+            )
 
 
 def _server(draft: Draft, notes: list[Note]) -> str:

@@ -1,4 +1,4 @@
-"""One rank of SGLang: its scheduler, its KV pool, and the manager of the pool's memory."""
+"""One rank of SGLang: its scheduler, its KV pools, and the managers of their memory."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 STATS = "sglang.srt.managers.scheduler_components.pool_stats_observer.SchedulerPoolStatsObserver"
 RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver"
 MEM_CACHE = "sglang.srt.mem_cache"
+SLIDING_BY_REQUESTS = "sglang.srt.model_executor.pool_configurator.SWARequestCapPoolConfigurator"
 
 
 class RankHooks:
     """What the process of one rank carries beside SGLang's own.
 
-    The ranks schedule in step, each for itself, so each has a KVCacheManager of its own memory. Nothing here may make
-    them differ in what SGLang counts.
+    The ranks schedule in step, each for itself, so each has a KVCacheManager of its own memory: one for each of its
+    pools. Nothing here may make them differ in what SGLang counts.
     """
 
     def __init__(self, run: RunEnv, plan: LaunchPlan, rank: RankPlan) -> None:
@@ -45,10 +46,9 @@ class RankHooks:
         first = rank.pp_rank == 0 and rank.tp_rank == 0  # the one that receives the requests for all
         self._limits = LimitBox() if first else None
         self._stats = StatsFile(RunPaths(run.run_dir)) if first else None
-        self._kv = RankKV(run, plan, rank, commits=False, on_limit=self._limits.put if self._limits else None)
+        self._kv = RankKV(run, plan, rank, commits=False, on_limit=self._put_limit if self._limits else None)
         self._failures = FailureRecorder.of_rank(RunPaths(run.run_dir), rank)
-        self._manager: KVCacheManager | None = None
-        self._blocks: Blocks | None = None
+        self._pools: list[Blocks] = []  # in the order in which SGLang makes them
         self._trimmer: Trimmer | None = None
 
     def install(self) -> None:
@@ -68,19 +68,23 @@ class RankHooks:
             raise
 
     def close(self) -> None:
-        if self._manager is not None:
-            self._manager.close()
+        for kv_pool in self._pools:
+            kv_pool.manager.close()
         self._kv.close()
 
     def _install_elastic(self) -> None:
+        from kvlaunch.engines.sglang import attention
         from kvlaunch.engines.sglang.allocators import ElasticPagedAllocator, ElasticTokenAllocator
 
         compat.hook(
             {
+                **attention.hooks(),
                 f"{MEM_CACHE}.kv_cache_configurator.KVCacheConfigurator._apply_token_constraints": (
                     "replace",
                     self._capacity,
                 ),
+                # A pool for a sliding window as large as the plan says, whatever number of requests is the most.
+                f"{SLIDING_BY_REQUESTS}.is_applicable": ("replace", _never),
                 f"{MEM_CACHE}.memory_pool.MHATokenToKVPool._create_buffers_normal": ("replace", self._create_buffers),
                 f"{MEM_CACHE}.allocator.token.TokenToKVPoolAllocator": ("replace", ElasticTokenAllocator),
                 f"{MEM_CACHE}.allocator.paged.PagedTokenToKVPoolAllocator": ("replace", ElasticPagedAllocator),
@@ -126,29 +130,28 @@ class RankHooks:
             )
 
     def _attach(self, scheduler: Any) -> None:
-        """See that the scheduler works with the elastic pool."""
-        from kvlaunch.engines.sglang.allocators import ElasticPagedAllocator, ElasticTokenAllocator, blocks_of
+        """See that the scheduler works with the elastic pools."""
+        from kvlaunch.engines.sglang import attention
+        from kvlaunch.engines.sglang.allocators import blocks_of, parts_of
 
-        allocator = scheduler.token_to_kv_pool_allocator
-        if type(allocator) not in (ElasticTokenAllocator, ElasticPagedAllocator):
-            raise CompatibilityError(
-                f"SGLang's allocator ({type(allocator).__name__}) does not work with kv=elastic yet.",
-                hint="Start with kv=static.",
-            )
-        if blocks_of(allocator.get_kvcache()).manager is not self._manager:
-            raise CompatibilityError("SGLang's allocator is not that of the elastic pool: its slots have no memory.")
+        parts = parts_of(scheduler.token_to_kv_pool_allocator)
+        if len(parts) > 1:
+            attention.check(scheduler.tp_worker.model_runner.attn_backend)
+        if [blocks_of(part.get_kvcache()) for part in parts] != self._pools:
+            raise CompatibilityError("SGLang's allocator is not that of the elastic pools: its slots have no memory.")
         if scheduler.max_total_num_tokens != capacity_tokens(self._plan.kv):
             raise CompatibilityError(
                 f"SGLang counts {scheduler.max_total_num_tokens} KV slots where the plan has "
                 f"{capacity_tokens(self._plan.kv)}."
             )
         if self._limits is not None:
-            kv, manager = self._plan.kv, self._manager
+            kv, manager, tree = self._plan.kv, self._pools[0].manager, scheduler.tree_cache
             page_tokens = kv.blocks_per_page * kv.block_size
             self._trimmer = Trimmer(
                 keep_tokens=kv.cache_keep_bytes // max(rank.kv_bytes_per_token for rank in self._plan.ranks),
                 idle_s=kv.cache_idle_s,
-                evictable=scheduler.tree_cache.evictable_size,
+                # Tokens that leave the pool for full attention leave the other one too, if they are there at all.
+                evictable=tree.full_evictable_size if len(parts) > 1 else tree.evictable_size,
                 over_limit=lambda: manager.pages_held_over_limit * page_tokens,
             )
 
@@ -159,35 +162,41 @@ class RankHooks:
     def _create_buffers(self, kv_pool: Any) -> None:
         from kvlaunch.engines.sglang.allocators import Blocks
 
-        pool.create_buffers(kv_pool, self._kv)
-        assert self._kv.memory is not None  # create_buffers has made it
-        self._manager = KVCacheManager(
+        manager = KVCacheManager(
             world_size=1,
             settings=settings_of(self._plan.kv, self._run.fault, limit_binds=False),
-            channel=LocalChannel(self._kv.memory),
+            channel=LocalChannel(pool.create_buffers(kv_pool, self._kv)),
             wake=_no_wake,
         )
-        self._manager.start()
-        self._blocks = kv_pool.kvlaunch_blocks = Blocks(self._manager, self._rank.global_rank)
+        kv_pool.kvlaunch_blocks = Blocks(manager, self._rank.global_rank)
+        self._pools.append(kv_pool.kvlaunch_blocks)
+        manager.start()
 
     def _run_batch(self, run: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._manager is not None:
-            self._manager.step_scheduled()
+        for kv_pool in self._pools:
+            kv_pool.manager.step_scheduled()
         return run(scheduler, *args, **kwargs)
 
     def _process_batch_result(self, process: Callable[..., None], scheduler: Any, batch: Any, result: Any) -> None:
         """SGLang gets here when the step's result is in: this rank's part of it has long been done."""
         process(scheduler, batch, result)
-        if self._manager is not None:
-            self._manager.step_finished()
+        for kv_pool in self._pools:
+            kv_pool.manager.step_finished()
         if self._trimmer is not None:
             self._trimmer.requests_ended([req for req in batch.reqs if req.finished()])
 
     def _on_idle(self, _scheduler: Any) -> None:
-        if self._manager is not None:
-            self._manager.tick()
-            if self._stats is not None:
-                self._stats.tell(self._manager)
+        for kv_pool in self._pools:
+            kv_pool.manager.tick()
+        if self._pools and self._stats is not None:
+            self._stats.tell(self._pools[0].manager)
+
+    def _put_limit(self, pages: int | None) -> None:
+        """Called by the listener's thread. Raises ValueError for a limit that cannot be kept."""
+        if len(self._pools) > 1:
+            raise ValueError("a limit is not possible yet where SGLang has a second KV pool, for a sliding window")
+        assert self._limits is not None  # there is nobody else whom the listener could tell
+        self._limits.put(pages)
 
     def _add_orders(self, requests: list[Any] | None, _receiver: Any) -> None:
         if requests is None or self._limits is None or self._trimmer is None:
@@ -206,17 +215,16 @@ class RankHooks:
 
     def _limit_to(self, pages: int | None) -> int:
         """Take the limit over. Returns the tokens that are in use beyond it."""
-        assert self._blocks is not None  # orders come to a scheduler that works with the elastic pool
-        self._blocks.set_limit(pages)
+        (blocks,) = self._pools  # with two pools no limit is taken
+        blocks.set_limit(pages)
         self._kv.limited(pages)
         log.info("KV limit: %s pages", "all" if pages is None else pages)
-        return -self._blocks.available * self._plan.kv.block_size
+        return -blocks.available * self._plan.kv.block_size
 
     def _count_withheld(self, count: Callable[[Any], Any], observer: Any) -> Any:
         """SGLang's leak check adds up what is available and what is used: slots beyond the limit are neither."""
         stats = count(observer)
-        assert self._blocks is not None
-        withheld = self._blocks.withheld * self._plan.kv.block_size
+        withheld = self._pools[0].withheld * self._plan.kv.block_size
         if not withheld:
             return stats
         used = stats.full_num_used - withheld
@@ -226,6 +234,10 @@ class RankHooks:
             full_token_usage=used / stats.full_capacity,
             full_available_size=stats.full_available_size + withheld,
         )
+
+
+def _never(_configurator: Any) -> bool:
+    return False
 
 
 def _no_wake() -> None:

@@ -64,7 +64,7 @@ Request = Map | Unmap | Undo | State | SetLimit | Ping
 
 
 class RankState(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What one rank says of itself. Bytes are of its KV region."""
+    """What one rank says of itself. Bytes are of its KV region; pages and blocks of one pool where two lie in it."""
 
     global_rank: int
     pp_rank: int
