@@ -7,22 +7,25 @@ import signal
 import sys
 from pathlib import Path
 
-from benchmarks import commit, memory, overhead, serve, start
+from benchmarks import commit, memory, overhead, scale, serve, start
 
 RESULTS = Path(__file__).parent / "results"
-NAMES = ("commit", "overhead", "memory", "start")
+NAMES = ("commit", "scale", "overhead", "memory", "start")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="See docs/benchmarks.md.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(NAMES)}; all where none is given")
-    parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm", help="all but commit (default: vllm)")
+    parser.add_argument(
+        "--engine", choices=("vllm", "sglang"), default="vllm", help="for overhead, memory and start (default: vllm)"
+    )
     parser.add_argument("--pairs", type=int, default=20, help="overhead: pairs of rounds (default: 20)")
     parser.add_argument("--seconds", type=float, default=5.0, help="overhead: seconds a round (default: 5)")
     parser.add_argument("--topologies", default="1x1,2x2", help="overhead: tp x pp, with commas (default: 1x1,2x2)")
     parser.add_argument("--reserve", default="512MiB", help="memory: kv.reserve (default: 512MiB)")
     parser.add_argument("--starts", type=int, default=5, help="start: pairs of starts (default: 5)")
     parser.add_argument("--start-topologies", default="2x2", help="start: tp x pp, with commas (default: 2x2)")
+    parser.add_argument("--operations", type=int, default=200, help="scale: commits for each number (default: 200)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON files")
     options = parser.parse_args(argv)
     if unknown := set(options.names) - set(NAMES):
@@ -41,7 +44,7 @@ def main() -> None:
                 options.results.mkdir(parents=True, exist_ok=True)
                 commit.main(["--json", str(options.results / "commit.json")])
                 continue
-            module = {"overhead": overhead, "memory": memory, "start": start}[name]
+            module = {"scale": scale, "overhead": overhead, "memory": memory, "start": start}[name]
             result = module.run(options)
             serve.save(options.results, name if options.engine == "vllm" else f"{name}-{options.engine}", result)
             print(module.table(result), flush=True)
