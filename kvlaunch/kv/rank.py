@@ -77,7 +77,7 @@ class RankMemory:
         self.limit_pages: int | None = None
         """The limit that this rank's own manager keeps, for `state`; None: none, or the manager is elsewhere."""
         self._fault = fault
-        self._lock = threading.Lock() if beside is None else beside._lock
+        self._lock: threading.Lock = threading.Lock() if beside is None else beside._lock
         self._records: dict[str, _Record] = {}
         self._ok = RankResult(global_rank=global_rank)
         self._mapped = bytearray(geometry.num_pages)
