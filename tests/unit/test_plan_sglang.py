@@ -144,9 +144,9 @@ def test_the_users_options_win() -> None:
     assert "engine.args.attention_backend" not in noted(made)
 
 
-def mellum(folder: Path, layer_types: list[str]) -> ModelConfig:
+def mellum(folder: Path, layer_types: list[str], architecture: str = "MellumForCausalLM") -> ModelConfig:
     content = {
-        "architectures": ["MellumForCausalLM"],
+        "architectures": [architecture],
         "num_hidden_layers": len(layer_types),
         "layer_types": layer_types,
         "hidden_size": 128,
@@ -167,6 +167,13 @@ def test_two_pools_have_the_same_blocks_and_each_layer_counts_once(tmp_path: Pat
     assert made.kv.reserve_bytes == made.kv.num_blocks * made.ranks[0].kv_bytes_per_block
     assert options(made)["--swa-full-tokens-ratio"] == noted(made)["engine.args.swa_full_tokens_ratio"] == "1.0"
     assert "--swa-full-tokens-ratio" not in options(sglang())
+
+
+def test_a_sliding_window_of_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
+    model = mellum(tmp_path, ["sliding_attention", "full_attention"], "Gemma3ForCausalLM")
+    with pytest.raises(PlanError, match=r"Gemma3ForCausalLM .*sliding window"):
+        sglang(model)
+    sglang(model, mode="static")
 
 
 @pytest.mark.parametrize("only", ["sliding_attention", "full_attention"])

@@ -48,6 +48,12 @@ class SGLangRecipe(EngineRecipe):
             raise PlanError(
                 "kv=elastic does not work with engine=sglang on device=cuda yet.", hint="Use kv=static, or device=cpu."
             )
+        if elastic and draft.facts.sliding_layers and not _has_two_pools(draft.facts):
+            raise PlanError(
+                f"kv=elastic: {draft.facts.architecture} ({draft.facts.name}) has layers with a sliding window, "
+                f"which was tried with {', '.join(sorted(_TWO_POOLS))} only.",
+                hint="Use kv=static.",
+            )
 
     def layers(self, draft: Draft) -> tuple[LayerRange, ...]:
         """SGLang's rule (get_pp_indices in sglang/srt/distributed/utils.py): what is left over goes to the last stages,
