@@ -4,6 +4,7 @@
 #   make up       build it and serve: kvlaunch engine=$(ENGINE) $(ARGS)
 #   make test     build both engines' environments, then all checks and all tests, in each what belongs to it
 #   make check    lint, format, types, documentation
+#   make chaos    repeat the tests of failures N times, and report
 #   make bench    benchmarks: a table, and JSON in benchmarks/results
 #   make docs     the documentation as a site in site/
 #   make lock     resolve locks/*.in again and rewrite locks/*.txt
@@ -15,6 +16,7 @@ ARGS ?= tp=2 pp=2 model=tiny-qwen3
 TESTS ?= tests
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+N ?= 3
 # Added to pip's command line when the base environment is built, and by `make lock`.
 PIP_ARGS ?=
 export PIP_ARGS
@@ -25,7 +27,7 @@ BIN := .venv/$(ENGINE)/bin
 STEP := $(BIN)/python tools/steps.py
 
 .DEFAULT_GOAL := help
-.PHONY: help env up test check bench docs lock clean
+.PHONY: help env up test check chaos bench docs lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -48,6 +50,9 @@ check: env
 test: check
 	@for engine in vllm sglang; do $(PYTHON) tools/env.py $$engine >/dev/null || exit; done
 	@exec $(PYTHON) tools/run_tests.py $(TESTS) $(PYTEST_ARGS)
+
+chaos: env
+	@exec $(BIN)/python tools/chaos.py $(N) $(PYTEST_ARGS)
 
 bench: env
 	@exec $(BIN)/python -m benchmarks $(BENCH_ARGS)

@@ -1,8 +1,8 @@
 """What a commit costs over many stages, on one machine: real requester, simulated stages.
 
-A stage of 16 real ranks is measured first. Then a process plays up to 64 stages of that many ranks: each answers a request
-after the time that the real stage took, over CurveZMQ on TCP, as a stage on another host does. What a commit takes
-beyond that time is its own cost: to seal, send, receive and judge as many messages as there are stages.
+A stage of 16 real ranks is measured first. Then a process plays up to 64 stages of that many ranks: each answers a
+request after the time that the real stage took, over CurveZMQ on TCP, as a stage on another host does. What a commit
+takes beyond that time is its own cost: to seal, send, receive and judge as many messages as there are stages.
 """
 
 from __future__ import annotations

@@ -133,6 +133,7 @@ def test_a_stage_on_each_host(engine: str, tp: int) -> None:
         assert [node.process.wait(STOP_TIMEOUT_S) for node in nodes] == [0, 0]
 
 
+@pytest.mark.chaos
 @pytest.mark.vllm
 def test_a_rank_that_is_killed_on_the_other_host_is_reported_on_both() -> None:
     with hosts(2) as pair, cluster(pair, *overrides_of("vllm", 1, 2, True)) as nodes:

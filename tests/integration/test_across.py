@@ -160,6 +160,7 @@ BOUND_S = NODE_S + 8.0
 """Silence, then the ends: a node follows within seconds, or its agent gives up."""
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_who_is_killed_takes_all_along_in_time(pair: Pair, victim: str) -> None:
     find, survivor, status = VICTIMS[victim]
@@ -179,6 +180,7 @@ def test_who_is_killed_takes_all_along_in_time(pair: Pair, victim: str) -> None:
     pair.gone(5.0)
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_cable_that_is_pulled_ends_both_sides_in_time(pair: Pair, node: int) -> None:
     pair.launch(pair.plan())
@@ -191,6 +193,7 @@ def test_a_cable_that_is_pulled_ends_both_sides_in_time(pair: Pair, node: int) -
     pair.gone(1.0)
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("victim", ["engine 0", "engine 1", "rank 1"])
 def test_a_new_generation_forms(pair: Pair, victim: str) -> None:
     find = VICTIMS[victim][0]
@@ -263,6 +266,7 @@ def test_wishes_for_node_ranks_are_kept(pair: Pair) -> None:
         assert launched.end()[0] == 0
 
 
+@pytest.mark.chaos
 def test_a_hung_rank_is_noticed_on_its_node_and_told_to_the_other(pair: Pair) -> None:
     plan = pair.plan("--kv", mode="elastic")
     pair.launch(msgspec.structs.replace(plan, timeouts=msgspec.structs.replace(plan.timeouts, hung_s=3.0)))
