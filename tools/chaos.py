@@ -45,8 +45,8 @@ def main() -> int:
     print(f"\n{'held':>9}  {'median s':>8}  {'most s':>8}  what")
     for name, runs in sorted(found.items()):
         times = [seconds for _, seconds in runs]
-        held = f"{sum(ok for ok, _ in runs)} of {len(runs)}"
-        print(f"{held:>9}  {statistics.median(times):8.1f}  {max(times):8.1f}  {name}")
+        share = f"{sum(ok for ok, _ in runs)} of {len(runs)}"
+        print(f"{share:>9}  {statistics.median(times):8.1f}  {max(times):8.1f}  {name}")
     if not found:
         print("no test was run")
     return 0 if found and all(ok for runs in found.values() for ok, _ in runs) else 1
