@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -30,16 +30,16 @@ from kvlaunch.launch.nodes import (
     settings_of,
     store_lost,
 )
+from kvlaunch.launch.paths import RunPaths
 from kvlaunch.launch.ports import listening_pid
 from kvlaunch.launch.procfs import send
-from kvlaunch.launch.state import AgentExit, FailureReport, RunState, load_state, save_agent
+from kvlaunch.launch.state import AgentExit, AgentRecord, FailureReport, RunState, load_state, save_agent
 from kvlaunch.plan.address import address_towards, is_local, joined_endpoint, split_endpoint
+from kvlaunch.plan.types import LaunchPlan
 from kvlaunch.secret import load_secret
 
 if TYPE_CHECKING:
     from torch.distributed import Store
-
-    from kvlaunch.launch.agent import Agent
 
 log = logging.getLogger("kvlaunch.across")
 
@@ -51,10 +51,21 @@ CONNECT_S = 10.0
 ASK_AGAIN_S = 0.5
 
 
+class NodeAgent(Protocol):
+    """What is used of the agent (agent.py)."""
+
+    plan: LaunchPlan
+    paths: RunPaths
+    record: AgentRecord
+
+    def end_now(self, ended: AgentExit) -> None:
+        """End everything, from whichever thread."""
+
+
 class AcrossNodes:
     """Belongs to one agent. Called from its main thread, but for what the NodeLink calls."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: NodeAgent) -> None:
         plan = agent.plan
         self.addr = plan.rdzv.local_addr or _address_towards(plan.rdzv.endpoint, plan.rdzv.timeout_s)
         self.meeting: Meeting | None = None

@@ -74,10 +74,12 @@ class Agent:
     def end_now(self, ended: AgentExit) -> None:
         """End everything from another thread than the main one, which may hang."""
         with self._ending:
-            state = load_state(self.paths)
-            end_everything(self.paths.root, self.known, state.shm if state else (), roots=[os.getpid()])
-            self._save_end(ended)
-            os._exit(_exit_code(ended))
+            try:
+                state = load_state(self.paths)
+                end_everything(self.paths.root, self.known, state.shm if state else (), roots=[os.getpid()])
+                self._save_end(ended)
+            finally:
+                os._exit(_exit_code(ended))
 
     def _save_end(self, ended: AgentExit) -> None:
         self.record.ended = ended
@@ -125,18 +127,23 @@ class Agent:
     def _follow_launcher(self) -> None:
         wait_for_end(self.launcher_pid)
         with self._ending:
-            state = load_state(self.paths)
-            known = self.known + (state.processes if state else [])
-            end_everything(self.paths.root, known, state.shm if state else (), roots=[os.getpid()])
-            remove_traces(self.paths)
-            emit(self.paths.events, "failed", detail="the launcher was killed")
-            if state and not state.state.final:
-                state.state = RunState.FAILED
-                state.ended_at = time.time()
-                save_state(self.paths, state)
-            if self.across is not None:
-                self.across.report_failure("The launcher was killed.")
-            os._exit(1)
+            try:
+                self._end_without_launcher()
+            finally:  # whatever is wrong with the run's folder
+                os._exit(1)
+
+    def _end_without_launcher(self) -> None:
+        state = load_state(self.paths)
+        known = self.known + (state.processes if state else [])
+        end_everything(self.paths.root, known, state.shm if state else (), roots=[os.getpid()])
+        remove_traces(self.paths)
+        emit(self.paths.events, "failed", detail="the launcher was killed")
+        if state and not state.state.final:
+            state.state = RunState.FAILED
+            state.ended_at = time.time()
+            save_state(self.paths, state)
+        if self.across is not None:
+            self.across.report_failure("The launcher was killed.")
 
     def _supervise(self) -> AgentExit:
         from torch.distributed.elastic.multiprocessing import SignalException
@@ -190,8 +197,10 @@ class Agent:
             )
         )
         self._rendezvous = handler
-        if self.across is not None and rdzv.backend == "c10d":
-            self.across.arrived()
+        if self.across is not None:
+            emit(self.paths.events, "rendezvous", detail=f"{rdzv.endpoint}, waiting for {self.plan.nnodes} nodes")
+            if rdzv.backend == "c10d":
+                self.across.arrived()
         spec = WorkerSpec(
             role="engine",
             local_world_size=1,

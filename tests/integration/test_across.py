@@ -62,11 +62,15 @@ class Pair:
     def launch(self, *plans: LaunchPlan) -> None:
         """One plan for both, or one for each. Stage sockets lie in each host's own run folder."""
         for kit, plan in zip(self.kits, plans if len(plans) == 2 else plans * 2, strict=True):
-            stages = tuple(
-                msgspec.structs.replace(s, endpoint=f"ipc://{kit.paths(plan.run).listener_socket(s.pp_rank)}")
-                for s in plan.stages
-            )
-            self.launched.append(kit.launch(msgspec.structs.replace(plan, stages=stages)))
+            self.launched.append(self.launch_on(kit, plan))
+
+    @staticmethod
+    def launch_on(kit: Kit, plan: LaunchPlan) -> Launched:
+        stages = tuple(
+            msgspec.structs.replace(s, endpoint=f"ipc://{kit.paths(plan.run).listener_socket(s.pp_rank)}")
+            for s in plan.stages
+        )
+        return kit.launch(msgspec.structs.replace(plan, stages=stages))
 
     def ready(self) -> None:
         for launched in self.launched:
@@ -214,6 +218,24 @@ def test_a_new_generation_forms(pair: Pair, victim: str) -> None:
         code, _, err = launched.end()
         assert code == 0, err
     pair.gone(0.5)
+
+
+def test_a_node_that_was_lost_comes_back_by_the_same_command(pair: Pair) -> None:
+    """Case 8: one of two agents ends and is started again."""
+    plan = pair.plan("--kv", mode="elastic", max_restarts=2)
+    pair.launch(plan)
+    pair.ready()
+    lost = pair.launched.index(pair.node(1))
+    kill(pair.agent(1))
+    assert pair.launched[lost].end(BOUND_S)[0] == 5
+    again = pair.launched[lost] = pair.launch_on(pair.kits[lost], plan)
+    again.wait_for("ready")
+    wait_until(lambda: all((a := load_agent(one.paths)) and a.epoch >= 1 for one in pair.launched), 20, "an epoch")
+    pair.ready()
+    again.process.send_signal(signal.SIGINT)
+    for launched in pair.launched:
+        code, _, err = launched.end()
+        assert code == 0, err
 
 
 def test_nodes_that_were_not_started_alike(pair: Pair) -> None:
