@@ -113,6 +113,7 @@ def start_kv(rank: int, run_dir: Path, epoch: int) -> None:
     peer_path = paths.peer_socket(me.pp_rank)
     if rank == stage.leader:
         from kvlaunch.launch import listeners
+        from kvlaunch.plan.address import joined_endpoint
         from kvlaunch.secret import load_secret
 
         env = read_run_env()
@@ -122,7 +123,7 @@ def start_kv(rank: int, run_dir: Path, epoch: int) -> None:
             endpoint=stage.endpoint,
             peer_path=peer_path,
             peers=[r for r in stage.ranks if r != rank],
-            network=f"tcp://{env.local_addr}:0" if stage.network else None,
+            network=f"tcp://{joined_endpoint(env.local_addr, 0)}" if stage.network else None,
             secret=load_secret(paths.secret, {}) if stage.network else None,
         )
         listener.start()

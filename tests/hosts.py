@@ -42,6 +42,7 @@ class Host:
 
     name: str
     addr: str
+    addr6: str
     namespace: str
     link: str
     """Its end of the cable, on the bridge."""
@@ -87,6 +88,7 @@ def hosts(count: int) -> Iterator[list[Host]]:
             host = Host(
                 name=f"host{'abcdefgh'[i]}",
                 addr=f"{subnet}.{i + 2}",
+                addr6=f"fd77:{number % 250:x}::{i + 2}",
                 namespace=f"{tag}{i}",
                 link=f"{tag}v{i}",
                 runtime=Path(tempfile.mkdtemp(prefix="kvl-h", dir="/tmp")),  # sockets need a short path
@@ -96,7 +98,11 @@ def hosts(count: int) -> Iterator[list[Host]]:
             stack.callback(ip, "netns", "del", host.namespace)
             ip("link", "add", host.link, "type", "veth", "peer", "name", "eth0", "netns", host.namespace)
             ip("link", "set", host.link, "master", bridge, "up")
-            for words in (["addr", "add", f"{host.addr}/24", "dev", "eth0"], ["link", "set", "eth0", "up"]):
+            for words in (
+                ["addr", "add", f"{host.addr}/24", "dev", "eth0"],
+                ["addr", "add", f"{host.addr6}/64", "dev", "eth0", "nodad"],
+                ["link", "set", "eth0", "up"],
+            ):
                 ip("-n", host.namespace, *words)
             ip("-n", host.namespace, "link", "set", "lo", "up")
             made.append(host)

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvlaunch.launch import listeners
 from kvlaunch.launch.state import load_agent
 from kvlaunch.plan.types import LaunchPlan
 from kvlaunch.secret import new_secret
@@ -275,6 +276,18 @@ def test_a_secret_is_needed_for_an_elastic_cache(pair: Pair) -> None:
     code, _, err = pair.kits[0].launch(pair.plan("--kv", mode="elastic")).end()
     assert code == 2
     assert "kvlaunch secret new" in err
+
+
+def test_they_meet_by_ipv6_too(pair: Pair) -> None:
+    pair.launch(pair.plan("--kv", mode="elastic", endpoint=f"[{pair.hosts[0].addr6}]:{PORT}"))
+    pair.ready()
+    known = listeners.load(pair.launched[0].paths.listeners, 0)
+    assert sorted(known) == [0, 1]
+    assert all(endpoint.startswith("tcp://[fd77:") for endpoint in known.values())
+    pair.launched[1].process.send_signal(signal.SIGINT)
+    for launched in pair.launched:
+        code, _, err = launched.end()
+        assert code == 0, err
 
 
 def test_wishes_for_node_ranks_are_kept(pair: Pair) -> None:
