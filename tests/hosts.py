@@ -20,7 +20,10 @@ _NUMBERS = itertools.count()
 
 
 def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+    """Raises OSError with what `ip` says where it fails."""
+    done = subprocess.run(["ip", *words], check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
 
 
 def possible() -> bool:
@@ -31,7 +34,7 @@ def possible() -> bool:
         ip("netns", "del", name)
         ip("link", "add", name, "type", "bridge")
         ip("link", "del", name)
-    except (OSError, subprocess.CalledProcessError):
+    except OSError:
         return False
     return True
 
@@ -75,7 +78,7 @@ def hosts(count: int) -> Iterator[list[Host]]:
     if not possible():
         pytest.skip("network namespaces need root")
     number = next(_NUMBERS)
-    tag = f"{NETNS_PREFIX}{os.getpid() % 10000}{number % 10}"
+    tag = f"{NETNS_PREFIX}{os.getpid() % 100000:x}-{number:x}"  # the kernel may keep an ended host's devices for a while
     subnet = f"10.{100 + os.getpid() % 100}.{number % 250}"
     bridge = f"{tag}br"
     with contextlib.ExitStack() as stack:
@@ -97,6 +100,8 @@ def hosts(count: int) -> Iterator[list[Host]]:
             ip("netns", "add", host.namespace)
             stack.callback(ip, "netns", "del", host.namespace)
             ip("link", "add", host.link, "type", "veth", "peer", "name", "eth0", "netns", host.namespace)
+            # A connection that was cut keeps its namespace, and this device, for minutes.
+            stack.callback(ip, "link", "del", host.link)
             ip("link", "set", host.link, "master", bridge, "up")
             for words in (
                 ["addr", "add", f"{host.addr}/24", "dev", "eth0"],

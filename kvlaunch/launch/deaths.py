@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import msgspec
 
 from kvlaunch.launch.paths import RunPaths
+from kvlaunch.launch.procfs import read_process
 from kvlaunch.launch.state import write_atomically
 
 
@@ -75,11 +76,20 @@ class RankWatch:
         poll = select.poll()
         for fd in self._fds:
             poll.register(fd, select.POLLIN)
-        # Of those that ended together the engine counts as the first: its ranks end with it.
-        for fd in sorted((fd for fd, _ in poll.poll(0)), key=lambda fd: self._fds[fd]):
+        for fd, _ in poll.poll(0):
             rank, pid = self._fds.pop(fd)
             os.close(fd)
-            self._first = self._first or Death(t=time.time(), rank=rank, pid=pid)
+            if self._first is None:
+                # Of those that ended together the engine counts as the first: its ranks end with it.
+                first = ENGINE if self._engine_ends() else rank
+                self._first = Death(t=time.time(), rank=first, pid=self._pids[first])
+
+    def _engine_ends(self) -> bool:
+        """Whether the engine's main thread has ended; its descriptor tells of the end of its last thread only."""
+        if ENGINE not in self._pids:
+            return False
+        engine = read_process(self._pids[ENGINE])
+        return engine is None or engine.zombie
 
     def close(self) -> None:
         """Forget everything; following may begin anew."""
