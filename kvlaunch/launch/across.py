@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -109,18 +110,22 @@ class AcrossNodes:
         """Be counted among those who have reached the store."""
         self.connect().add("arrived", 1)
 
-    def not_met(self) -> AgentExit:
-        """What to say of a rendezvous that failed."""
+    def not_met(self, *, reached: bool) -> AgentExit:
+        """What to say of a rendezvous that failed.
+
+        Args:
+            reached: whether the store was there, and can be asked who came.
+        """
         if self._lost is not None:
             waited = f" It did not come back within {self._plan.rdzv.timeout_s:g} s."
             report = msgspec.structs.replace(self._lost, message=self._lost.message + waited)
             return AgentExit(kind="node", report=report)
         if self.meeting is not None:
             return AgentExit(kind="node", report=store_lost(self._plan.rdzv.endpoint, "does not answer any more"))
-        try:
-            there = int(self.connect().add("arrived", 0))
-        except RuntimeError:
-            there = 0  # nothing is there to be asked
+        there = 0
+        if reached:
+            with contextlib.suppress(RuntimeError):  # it is there no more
+                there = int(self.connect().add("arrived", 0))
         # Who came and went again was counted too.
         there = min(max(there, 1), self._plan.nnodes - 1)
         return AgentExit(kind="rendezvous", message=f"{there} of {self._plan.nnodes} nodes came")

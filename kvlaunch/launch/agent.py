@@ -147,6 +147,7 @@ class Agent:
 
     def _supervise(self) -> AgentExit:
         from torch.distributed.elastic.multiprocessing import SignalException
+        from torch.distributed.elastic.rendezvous import RendezvousConnectionError
         from torch.distributed.elastic.rendezvous import RendezvousError as TorchRendezvousError
 
         try:
@@ -159,7 +160,9 @@ class Agent:
             return AgentExit(kind="stopped")
         except TorchRendezvousError as exc:
             message = f"{type(exc).__name__}: {exc}"
-            return self.across.not_met() if self.across else AgentExit(kind="rendezvous", message=message)
+            if self.across is None:
+                return AgentExit(kind="rendezvous", message=message)
+            return self.across.not_met(reached=not isinstance(exc, RendezvousConnectionError))
         except RendezvousError as exc:
             return AgentExit(kind="node", report=report_of(exc))
         if result is None:
