@@ -8,13 +8,12 @@ import os
 import signal
 import subprocess
 import time
-from pathlib import Path
 from typing import Any
 
 from benchmarks import serve, stats
 from kvlaunch.launch.ports import hold_port, port_of
 from kvlaunch.launch.probe import NotAnswering, complete_one_token
-from kvlaunch.launch.shm import segments_of
+from kvlaunch.launch.shm import segments_of, unlink_segments
 from kvlaunch.plan.types import LaunchPlan
 
 POLL_S = 0.05
@@ -34,8 +33,9 @@ def bare_command(plan: LaunchPlan) -> tuple[list[str], dict[str, str]]:
     argv[argv.index("-m") + 1] = BARE_MODULE[plan.engine]
     if plan.engine == "vllm":
         argv[argv.index("--kv-cache-memory-bytes") + 1] = str(plan.kv.reserve_bytes)
-    environ = {name: value for name, value in os.environ.items() if name not in node.unset}
-    return argv, {**environ, **node.env, "VLLM_PLUGINS": "", "SGLANG_PLUGINS": ""}
+    environ = {name: value for name, value in os.environ.items() if name not in node.unset} | node.env
+    environ = {name: value for name, value in environ.items() if not name.startswith("KVLAUNCH_")}
+    return argv, {**environ, "VLLM_PLUGINS": "", "SGLANG_PLUGINS": "none"}
 
 
 def start_bare(shape: list[str]) -> float:
@@ -68,14 +68,15 @@ def end_bare(process: subprocess.Popen[Any]) -> None:
     """End the engine and all that it started, and remove the shared memory that it leaves behind."""
     import psutil
 
+    if process.poll() is not None:
+        return
     family = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
     segments = segments_of(family)
     serve.end(process)
     for pid in family[1:]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    for segment in segments:
-        Path(segment).unlink(missing_ok=True)
+    unlink_segments(segments)
 
 
 def start_kvlaunch(shape: list[str]) -> float:

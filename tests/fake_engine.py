@@ -49,6 +49,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--kv", action="store_true", help="ranks hold KV memory (pretended) and answer for it")
     parser.add_argument("--no-kv-rank", type=int, default=None, help="... but this one stays away")
     parser.add_argument("--shm", default=None, help="each rank makes a shared memory file of this name and its rank")
+    parser.add_argument("--die-after", type=float, default=None, help="... and kills itself so many seconds later")
     return parser.parse_args()
 
 
@@ -77,6 +78,9 @@ def play_rank(args: argparse.Namespace, run_dir: Path) -> None:
         with open(f"/dev/shm/{args.shm}{args.rank}", "w+b") as shm:
             shm.truncate(4096)
             keep = mmap.mmap(shm.fileno(), 4096)
+        if args.die_after is not None:
+            time.sleep(args.die_after)
+            os.kill(os.getpid(), signal.SIGKILL)
     emit(run_dir / "events.jsonl", "weights", rank=args.rank)
     if args.kv and args.rank != args.no_kv_rank:
         start_kv(args.rank, run_dir, epoch)

@@ -78,7 +78,8 @@ def hosts(count: int) -> Iterator[list[Host]]:
     if not possible():
         pytest.skip("network namespaces need root")
     number = next(_NUMBERS)
-    tag = f"{NETNS_PREFIX}{os.getpid() % 100000:x}-{number:x}"  # the kernel may keep an ended host's devices for a while
+    # Never the same again: the kernel may keep the devices of an ended host for a while.
+    tag = f"{NETNS_PREFIX}{os.getpid() % 100000:x}-{number:x}"
     subnet = f"10.{100 + os.getpid() % 100}.{number % 250}"
     bridge = f"{tag}br"
     with contextlib.ExitStack() as stack:

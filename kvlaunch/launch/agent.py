@@ -159,17 +159,14 @@ class Agent:
         except SignalException:
             return AgentExit(kind="stopped")
         except TorchRendezvousError as exc:
-            message = f"{type(exc).__name__}: {exc}"
-            if self.across is None:
-                return AgentExit(kind="rendezvous", message=message)
-            return self.across.not_met(reached=not isinstance(exc, RendezvousConnectionError))
+            if self.across is not None:
+                return self.across.not_met(reached=not isinstance(exc, RendezvousConnectionError))
+            return AgentExit(kind="rendezvous", message=f"{type(exc).__name__}: {exc}")
         except RendezvousError as exc:
             return AgentExit(kind="node", report=report_of(exc))
         if result is None:
             return AgentExit(kind="stopped")
-        for failure in result.failures.values():
-            return AgentExit(kind="engine", status=failure.exitcode)
-        return AgentExit(kind="engine", status=0)
+        return AgentExit(kind="engine", status=next((one.exitcode for one in result.failures.values()), 0))
 
     def _run_elastic(self) -> RunResult | None:
         from torch.distributed.elastic.agent.server import WorkerSpec

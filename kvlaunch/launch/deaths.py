@@ -46,7 +46,8 @@ class RankWatch:
 
     def __init__(self) -> None:
         self._first: Death | None = None
-        self._fds: dict[int, tuple[int, int]] = {}
+        self._fds: dict[int, int] = {}
+        """Descriptor -> global rank, or ENGINE."""
         self._pids: dict[int, int] = {}
 
     @property
@@ -69,7 +70,7 @@ class RankWatch:
                 continue
             self._pids[rank] = pid
             with contextlib.suppress(OSError):  # it has ended already: too late to tell when
-                self._fds[os.pidfd_open(pid)] = rank, pid
+                self._fds[os.pidfd_open(pid)] = rank
 
     def look(self) -> None:
         """Note who has ended since."""
@@ -77,7 +78,7 @@ class RankWatch:
         for fd in self._fds:
             poll.register(fd, select.POLLIN)
         for fd, _ in poll.poll(0):
-            rank, pid = self._fds.pop(fd)
+            rank = self._fds.pop(fd)
             os.close(fd)
             if self._first is None:
                 # Of those that ended together the engine counts as the first: its ranks end with it.

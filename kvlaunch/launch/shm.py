@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from kvlaunch.launch.procfs import all_pids
 SHM = Path("/dev/shm")
 KEPT_PREFIX = "kvlaunch"
 """Segments that outlive a run on purpose: what several runs share."""
+SETTLE_S = 0.2
 
 
 class Segment(msgspec.Struct, frozen=True, order=True):
@@ -20,6 +22,26 @@ class Segment(msgspec.Struct, frozen=True, order=True):
 
     name: str
     inode: int
+
+
+class ShmNews:
+    """Tells whether segments came or went, by the time of their folder."""
+
+    def __init__(self) -> None:
+        self._known = 0
+
+    def any(self) -> bool:
+        """Whether something changed since the last call. Changes of the last SETTLE_S seconds count twice: a process
+        makes a file first and maps it then, and the clock of the file system has ticks."""
+        try:
+            changed_at = SHM.stat().st_mtime_ns
+        except OSError:
+            return False
+        if changed_at == self._known:
+            return False
+        if time.time_ns() - changed_at > SETTLE_S * 1e9:
+            self._known = changed_at
+        return True
 
 
 def segments_of(pids: Iterable[int]) -> set[Segment]:

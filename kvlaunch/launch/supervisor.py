@@ -28,7 +28,7 @@ from kvlaunch.launch.procfs import Identity, collect_orphans, identity_of, send
 from kvlaunch.launch.readiness import Readiness
 from kvlaunch.launch.reporter import Reporter
 from kvlaunch.launch.runs import describe
-from kvlaunch.launch.shm import existing, segments_of
+from kvlaunch.launch.shm import ShmNews, existing, segments_of
 from kvlaunch.launch.signals import Signals
 from kvlaunch.launch.state import RunState, StateRecord, load_agent, save_state
 from kvlaunch.launch.urls import local_address, url_of
@@ -77,6 +77,7 @@ class Supervisor:
         self._hung = HungWatch(paths, plan)
         self._ranks = RankWatch()
         self._snapshot_at = 0.0
+        self._shm_news = ShmNews()
         self._failed_at: float | None = None
         self._stopped_by = ""
         """Host on which the end of all nodes was asked for."""
@@ -182,7 +183,8 @@ class Supervisor:
         if self._logs:
             for source, line in self._logs.news():
                 self.reporter.log(source, line)
-        if time.monotonic() >= self._snapshot_at:
+        # A process that is killed right after it made a segment leaves it to whoever has seen it.
+        if time.monotonic() >= self._snapshot_at or self._shm_news.any():
             self._snapshot()
 
     def _await_readiness_again(self) -> None:

@@ -136,6 +136,14 @@ def segments(prefix: str) -> list[str]:
     return [path.name for path in Path("/dev/shm").glob(f"{prefix}*")]
 
 
+def test_shared_memory_of_a_process_that_was_killed_at_once_is_removed(kit: Kit) -> None:
+    mark = f"t{secrets.token_hex(4)}-"
+    for _ in range(3):
+        launched = kit.launch(kit.plan("--shm", mark, "--die-after", "0.3", tp=2, pp=1))
+        assert launched.end()[0] == 5
+        assert segments(mark) == []
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ten_cycles_leave_nothing(kit: Kit) -> None:
