@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import signal
 import subprocess
 import time
 from typing import Any
@@ -70,12 +69,14 @@ def end_bare(process: subprocess.Popen[Any]) -> None:
 
     if process.poll() is not None:
         return
-    family = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
-    segments = segments_of(family)
+    bare = psutil.Process(process.pid)
+    family = [bare, *bare.children(recursive=True)]
+    segments = segments_of(one.pid for one in family)
     serve.end(process)
-    for pid in family[1:]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    for one in family[1:]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    psutil.wait_procs(family[1:], timeout=serve.STOP_TIMEOUT_S)
     unlink_segments(segments)
 
 

@@ -73,18 +73,21 @@ def describe(process: psutil.Process) -> str:
 
 
 def shm_used_by(pids: Iterable[int]) -> set[str]:
-    """Names of the shared-memory segments that these processes have mapped or open."""
-    names: set[str] = set()
+    """Names of the shared-memory segments and semaphores that these processes have mapped or open.
+
+    Found by their inodes: a semaphore is mapped under a name that it loses.
+    """
+    inodes: set[int] = set()
     prefix = f"{SHM}/"
     for pid in pids:
         try:
             maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
-            names |= {line.partition(prefix)[2] for line in maps.splitlines() if prefix in line}
-            links = [str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()]
-            names |= {link.removeprefix(prefix) for link in links if link.startswith(prefix)}
+            inodes |= {int(line.split()[4]) for line in maps.splitlines() if prefix in line}
+            fds = Path(f"/proc/{pid}/fd").iterdir()
+            inodes |= {fd.stat().st_ino for fd in fds if str(fd.readlink()).startswith(prefix)}
         except OSError:
             continue  # it ended meanwhile
-    return {name for name in names if not name.endswith(" (deleted)")}
+    return {entry.name for entry in os.scandir(SHM) if entry.inode() in inodes}
 
 
 class ShmWatch:

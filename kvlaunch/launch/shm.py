@@ -1,4 +1,4 @@
-"""Shared memory segments of a run's processes, found by what they have mapped or open."""
+"""Shared memory segments of a run's processes, and their named semaphores, found by what they have mapped or open."""
 
 from __future__ import annotations
 
@@ -46,34 +46,39 @@ class ShmNews:
 
 def segments_of(pids: Iterable[int]) -> set[Segment]:
     """Segments that have a name still and that one of the processes has mapped or open."""
-    names: set[str] = set()
+    used: set[int] = set()
     for pid in pids:
-        names |= _mapped(pid)
-    found = set()
-    for name in names:
-        try:
-            found.add(Segment(name, (SHM / name).stat().st_ino))
-        except OSError:
-            continue
-    return found
+        used |= _inodes_of(pid)
+    return {Segment(entry.name, entry.inode()) for entry in _entries() if entry.inode() in used}
 
 
-def _mapped(pid: int) -> set[str]:
+def _entries() -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(SHM) as entries:
+            return [entry for entry in entries if not entry.name.startswith(KEPT_PREFIX)]
+    except OSError:
+        return []
+
+
+def _inodes_of(pid: int) -> set[int]:
+    """Inodes of the files in SHM that a process has mapped or open, by whichever name.
+
+    The C library gives a semaphore its name after mapping it under another, which the process is then said to have
+    mapped, and deleted.
+    """
     prefix = f"{SHM}/"
-    names = set()
+    inodes = set()
     try:
         with Path(f"/proc/{pid}/maps").open(errors="replace") as lines:
             for line in lines:
-                _, slash, rest = line.partition(prefix)
-                if slash and not rest.endswith(" (deleted)\n"):
-                    names.add(rest.rstrip("\n"))
+                if prefix in line:
+                    inodes.add(int(line.split(maxsplit=5)[4]))
         for fd in Path(f"/proc/{pid}/fd").iterdir():
-            target = str(fd.readlink())
-            if target.startswith(prefix) and not target.endswith(" (deleted)"):
-                names.add(target.removeprefix(prefix))
+            if str(fd.readlink()).startswith(prefix):
+                inodes.add(fd.stat().st_ino)
     except OSError:
         pass  # it ended meanwhile, or is not ours to look into
-    return {name for name in names if not name.startswith(KEPT_PREFIX)}
+    return inodes
 
 
 def existing(segments: Iterable[Segment]) -> set[Segment]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import multiprocessing
 import os
 import signal
 import socket
@@ -89,6 +90,14 @@ def test_segment_is_found_while_mapped_and_while_left() -> None:
     finally:
         segment.unlink()
     assert f"shared memory {segment}" not in left_behind("", Path("/nonexistent"), watch.seen, netns_names())
+
+
+def test_named_semaphore_is_found() -> None:
+    before = shm_used_by([os.getpid()])
+    lock = multiprocessing.get_context("spawn").Lock()
+    (name,) = shm_used_by([os.getpid()]) - before
+    assert name.startswith("sem.")
+    del lock
 
 
 def test_socket_is_found(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
 import tempfile
 from collections.abc import Iterator
@@ -164,6 +166,17 @@ def test_segments_are_removed_only_when_unused_and_the_same_file() -> None:
         assert not path.exists()
     finally:
         path.unlink(missing_ok=True)
+
+
+def test_a_named_semaphore_is_found_though_it_was_mapped_by_another_name() -> None:
+    before = segments_of([os.getpid()])
+    lock = multiprocessing.get_context("spawn").Lock()
+    (segment,) = segments_of([os.getpid()]) - before
+    assert segment.name.startswith("sem.")
+    assert unlink_segments([segment]) == []
+    del lock
+    gc.collect()
+    assert existing([segment]) == set()
 
 
 def test_a_follower_gives_whole_lines_and_the_rest_at_the_end(tmp_path: Path) -> None:
