@@ -57,17 +57,19 @@ class Link:
         except (BrokenPipeError, ConnectionResetError) as error:
             raise LinkClosedError("it closed the connection") from error
 
-    def receive(self, deadline: float | None = None) -> tuple[int, bytes | memoryview]:
+    def receive(self, deadline: float | None = None, *, awake_s: float = 0.0) -> tuple[int, bytes | memoryview]:
         """The next message and its exchange. A view is good until the next call.
 
         Args:
             deadline: time.monotonic() until which to wait, for links with limited waits; None: for ever.
+            awake_s: seconds to stay awake, giving way to others, before going to sleep: for an answer that is due
+                sooner than a sleeping processor wakes.
 
         Raises:
             TimeoutError: nothing came.
             LinkClosedError: the other side is gone.
         """
-        number, more, size = self._datagram(deadline)
+        number, more, size = self._datagram(deadline, awake_s)
         if not more:
             return number, self._view[_HEADER.size : size]
         parts = bytearray(self._view[_HEADER.size : size])
@@ -76,14 +78,19 @@ class Link:
             parts += self._view[_HEADER.size : size]
         return number, bytes(parts)
 
-    def _datagram(self, deadline: float | None) -> tuple[int, int, int]:
+    def _datagram(self, deadline: float | None, awake_s: float = 0.0) -> tuple[int, int, int]:
+        began = time.monotonic()
         while True:
-            late = deadline is not None and time.monotonic() >= deadline
+            now = time.monotonic()
+            late = deadline is not None and now >= deadline
+            awake = now - began < awake_s
             try:
-                size = self._sock.recv_into(self._buffer, 0, socket.MSG_DONTWAIT if late else 0)
+                size = self._sock.recv_into(self._buffer, 0, socket.MSG_DONTWAIT if late or awake else 0)
             except BlockingIOError:
                 if late:
                     raise TimeoutError from None
+                if awake:
+                    os.sched_yield()
                 continue
             except ConnectionResetError as error:
                 raise LinkClosedError("it closed the connection") from error
