@@ -21,9 +21,9 @@ from kvlaunch.secret import Secret, require_secret
 
 WAIT_SLICE_S = 0.02
 """Seconds after which a wait returns, so that the caller can look at its deadline."""
-_AWAKE_S = 150e-6
-"""About what a commit over the ranks of one host takes. Who sleeps meanwhile lets the processors idle, and they wake
-late: by benchmarks/commit.py a commit then takes half as long again."""
+_AWAKE_S = 250e-6
+"""Longer than a commit over the ranks of one host usually takes. Who sleeps meanwhile lets the processors idle, and
+they wake late: with it, benchmarks/commit.py measures a sixth less."""
 _RECONNECT_MS = 20
 _RECONNECT_MOST_MS = 500
 """Over the network, attempts grow rarer up to this."""
