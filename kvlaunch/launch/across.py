@@ -75,6 +75,7 @@ class AcrossNodes:
         self._paths = agent.paths
         self._secret = load_secret(agent.paths.secret, {}) if agent.paths.secret.exists() else None
         self._attempt = 0
+        self._met_at = 0.0
         self._port: socket.socket | None = None
         self._link: NodeLink | None = None
         self._heard: NodeEnd | None = None
@@ -158,7 +159,7 @@ class AcrossNodes:
             timeout_s=self._plan.rdzv.timeout_s,
         )
         self._attempt += 1
-        self.meeting, self._lost = meeting, None
+        self.meeting, self._lost, self._met_at = meeting, None, time.time()
         self._link = NodeLink(
             self.connect,
             meeting,
@@ -228,7 +229,9 @@ class AcrossNodes:
     def _url(self) -> str | None:
         """Where this node serves, as the other nodes reach it; None while it does not."""
         state, server = load_state(self._paths), self._plan.server
-        if state is None or state.state is not RunState.READY:
+        if state is None or state.state is not RunState.READY or state.ready_at is None:
+            return None
+        if state.ready_at < self._met_at:  # the launcher has not seen yet that a new generation begins
             return None
         anywhere = server.host in ("", "0.0.0.0", "::")
         return f"http://{joined_endpoint(self.addr, server.port)}" if anywhere else state.url

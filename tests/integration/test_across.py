@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvlaunch.events import Event, read_events
 from kvlaunch.launch import listeners
 from kvlaunch.launch.state import load_agent
 from kvlaunch.plan.types import LaunchPlan
@@ -198,6 +199,18 @@ def test_a_cable_that_is_pulled_ends_both_sides_in_time(pair: Pair, node: int) -
     pair.gone(1.0)
 
 
+def events(launched: Launched) -> list[Event]:
+    return read_events(launched.paths.events)[0]
+
+
+def readies(pair: Pair, since: list[float]) -> list[list[float]]:
+    """When each launcher said that it is ready, since its time."""
+    return [
+        [e.t for e in events(launched) if e.phase == "ready" and e.t > t]
+        for launched, t in zip(pair.launched, since, strict=True)
+    ]
+
+
 @pytest.mark.chaos
 @pytest.mark.parametrize("victim", ["engine 0", "engine 1", "rank 1"])
 def test_a_new_generation_forms(pair: Pair, victim: str) -> None:
@@ -214,6 +227,11 @@ def test_a_new_generation_forms(pair: Pair, victim: str) -> None:
     pair.ready()
     epochs = {agent.epoch for launched in pair.launched if (agent := load_agent(launched.paths))}
     assert len(epochs) == 1
+    # What was ready before says nothing of the new one: node 0's ranks come first.
+    begun = [max(e.t for e in events(launched) if e.phase == "engine") for launched in pair.launched]
+    wait_until(lambda: all(readies(pair, begun)), 20, "ready again on both")
+    kv = max(e.t for e in events(pair.node(0)) if e.phase == "kv")
+    assert all(min(ready) > kv > max(begun) for ready in readies(pair, begun))
     pair.node(0).process.send_signal(signal.SIGINT)
     for launched in pair.launched:
         code, _, err = launched.end()
