@@ -10,6 +10,7 @@ Needs nothing beyond the standard library.
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
 import sys
@@ -26,7 +27,8 @@ def run_once(args: list[str]) -> Iterator[tuple[str, bool, float]]:
     with tempfile.TemporaryDirectory(prefix="kvlaunch-chaos-") as folder:
         report = Path(folder) / "report.xml"
         command = [str(ROOT / ".venv" / "vllm" / "bin" / "python"), "-m", "pytest", "-q", "-m", "chaos and not sglang"]
-        subprocess.run([*command, f"--junitxml={report}", *args], cwd=ROOT, check=False)
+        environ = {**os.environ, "KVLAUNCH_CHAOS": "1"}  # also the rows that `make test` leaves out, being like others
+        subprocess.run([*command, f"--junitxml={report}", *args], cwd=ROOT, check=False, env=environ)
         if not report.exists():  # pytest was ended, or did not start
             return
         for case in ElementTree.parse(report).iter("testcase"):

@@ -35,7 +35,7 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 def run(engine: str, markers: str, args: list[str]) -> tuple[int, Counter[str]]:
     """One run of pytest, its output passed on. Returns its exit status and what its closing line counts."""
     python = ROOT / ".venv" / engine / "bin" / "python"
-    color = ["--color=yes"] if sys.stdout.isatty() else []
+    color = ["--color=yes"] if sys.stdout.isatty() else ["--durations=30", "--durations-min=10"]
     print(f"== tests in .venv/{engine} ({markers})", flush=True)
     closing = ""
     with subprocess.Popen(

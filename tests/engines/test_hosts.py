@@ -52,7 +52,7 @@ def cluster(pair: list[Host], *overrides: str) -> Iterator[list[Node]]:
         *("server.host=0.0.0.0", f"rdzv.endpoint={pair[0].addr}:29400", "rdzv.id=job7", *overrides),
     ]
     secret = new_secret().text
-    processes = []
+    processes, watchdogs = [], []
     with contextlib.ExitStack() as stack:
         for host in pair:
             log = stack.enter_context((host.runtime / "err").open("w+"))
@@ -66,6 +66,7 @@ def cluster(pair: list[Host], *overrides: str) -> Iterator[list[Node]]:
             stack.callback(end, process)
             watchdog = threading.Timer(READY_TIMEOUT_S, process.kill)
             watchdog.start()
+            watchdogs.append(watchdog)
             stack.callback(watchdog.cancel)
             processes.append(process)
         nodes = []
@@ -76,6 +77,8 @@ def cluster(pair: list[Host], *overrides: str) -> Iterator[list[Node]]:
                 raise AssertionError(f"{host.name} ended before it was ready:\n" + "\n".join(map(story, pair)))
             ready = json.loads(line)
             nodes.append(Node(process, ready["run"], ready["url"], runtime=host.runtime))
+        for watchdog in watchdogs:
+            watchdog.cancel()
         for node in nodes:
             node.url = f"http://{pair[0].addr}:8000"
         yield sorted(nodes, key=node_rank)
