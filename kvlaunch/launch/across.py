@@ -191,6 +191,8 @@ class AcrossNodes:
         mine = self._my_end(ended)
         # The store may be in this process: the others need a moment to read it.
         heard = self._link.settle(mine, wait=True)
+        if self._heard is not None and self._heard not in heard:  # the store has gone meanwhile
+            heard.append(self._heard)
         if mine is self._stop:
             return ended
         failed = [end for end in heard if end.kind == "failed" and end.report is not None]

@@ -216,6 +216,8 @@ class NodeLink:
         self._on_unreachable = on_unreachable
         self._on_served = on_served
         self._stop = threading.Event()
+        self._over = threading.Event()
+        """A node has ended: the store may go with it, and is not missed."""
         self._contact = time.monotonic()
         self._trouble = ""
         self._others = [rank for rank in range(len(meeting.nodes)) if rank != meeting.node_rank]
@@ -279,6 +281,7 @@ class NodeLink:
                 served = served or self._hear_url(store)
                 for rank in self._others:
                     if (end := self._end_of(store, rank)) is not None:
+                        self._over.set()
                         self._call(self._on_end, end)
                         return
                     self._look_at(store, rank, beats)
@@ -312,7 +315,7 @@ class NodeLink:
 
     def _watch(self) -> None:
         """The other thread may hang in the store's socket, where the network is cut."""
-        while not self._stop.wait(LOOK_S):
+        while not self._stop.wait(LOOK_S) and not self._over.is_set():
             silent_s = time.monotonic() - self._contact
             if silent_s > self._silence_s:
                 why = f": {self._trouble}" if self._trouble else ""

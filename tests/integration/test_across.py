@@ -186,6 +186,19 @@ def test_who_is_killed_takes_all_along_in_time(pair: Pair, victim: str) -> None:
     pair.gone(5.0)
 
 
+def test_an_engine_that_is_slow_to_end_does_not_hide_why_it_has_to(pair: Pair) -> None:
+    """Longer than a node may be silent: the store is gone with the node that failed, and that is no second failure."""
+    pair.launch(pair.plan("--ignore-term", term_s=NODE_S + 3.0))
+    pair.ready()
+    survivor = pair.launched[1]
+    kill(pair.launched[0].process.pid)  # its agent holds the store
+    code, _, err = survivor.end(BOUND_S + NODE_S + 3.0)
+    assert code == 5, err
+    assert "The launcher was killed" in err
+    pair.launched[0].process.wait(BOUND_S)
+    pair.gone(5.0)
+
+
 @pytest.mark.chaos
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_cable_that_is_pulled_ends_both_sides_in_time(pair: Pair, node: int) -> None:
