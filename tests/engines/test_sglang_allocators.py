@@ -22,6 +22,7 @@ with warnings.catch_warnings():
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 
+from kvlaunch.engines.sglang import attention
 from kvlaunch.engines.sglang.allocators import Blocks, ElasticPagedAllocator, ElasticTokenAllocator, parts_of
 from kvlaunch.errors import CompatibilityError, KVCommitError
 from kvlaunch.kv.geometry import BlockGeometry
@@ -351,3 +352,27 @@ def test_an_allocator_of_sglangs_own_is_refused_by_name() -> None:
     allocator = both_pools(1, (100, 80), None)
     with pytest.raises(CompatibilityError, match="TokenToKVPoolAllocator"):
         parts_of(allocator)
+
+
+def test_an_attention_backend_that_is_not_known_is_refused_by_name() -> None:
+    with pytest.raises(CompatibilityError, match="not with SimpleNamespace"):
+        attention.check(SimpleNamespace())
+
+
+def test_a_window_is_read_where_its_own_pool_has_it() -> None:
+    """Request 2 has its tokens in the full pool's slots 5, 6, 7, which are 105, 106, 107 of the window's pool."""
+    pool = SimpleNamespace(translate_loc_from_full_to_swa=lambda rows: rows + 100)
+    backend = SimpleNamespace(use_sliding_window_kv_pool=True, token_to_kv_pool=pool)
+    slots = torch.zeros(4, 8, dtype=torch.int64)
+    slots[2, :3] = torch.tensor([5, 6, 7])
+    given = (backend, "query", "output", "keys", "values", slots, torch.tensor([2]), torch.tensor([3]), "scaling")
+
+    args, kwargs = attention._read_window(*given, sliding_window_size=4)  # type: ignore[arg-type]
+    rows, indices = args[5], args[6]
+    assert rows[indices[0], :3].tolist() == [105, 106, 107]
+    assert args[:5] == given[:5]
+    assert args[8:] == given[8:]
+    assert kwargs == {"sliding_window_size": 4}
+
+    args, _ = attention._read_window(*given)  # type: ignore[arg-type]
+    assert args[5] is slots, "a layer of full attention reads as before"
