@@ -183,6 +183,8 @@ class Supervisor:
         if self._logs:
             for source, line in self._logs.news():
                 self.reporter.log(source, line)
+        if self.record.state.final:  # nothing is left, and removing the segments was the last change of theirs
+            return
         # A process that is killed right after it made a segment leaves it to whoever has seen it.
         if time.monotonic() >= self._snapshot_at or self._shm_news.any():
             self._snapshot()

@@ -133,7 +133,7 @@ def lasting() -> Iterator[Cluster]:
         yield found
 
 
-MANY = pytest.mark.skipif("KVLAUNCH_CHAOS" not in os.environ, reason="like another row: make chaos")
+ALIKE = pytest.mark.skipif("KVLAUNCH_CHAOS" not in os.environ, reason="like another row: make chaos")
 DEATHS: dict[str, tuple[Callable[[Cluster], int], signal.Signals]] = {
     "the API process is killed": (Cluster.api, signal.SIGKILL),
     "the scheduler is killed": (Cluster.scheduler, signal.SIGKILL),
@@ -142,12 +142,10 @@ DEATHS: dict[str, tuple[Callable[[Cluster], int], signal.Signals]] = {
     "the leader of stage 0 hangs": (lambda it: it.rank(0), signal.SIGSTOP),
     "the leader of stage 1 hangs": (lambda it: it.rank(1), signal.SIGSTOP),
 }
-
-
 OFTEN = ("the scheduler is killed", "the leader of stage 1 hangs")
 
 
-@pytest.mark.parametrize("death", [pytest.param(one, marks=() if one in OFTEN else MANY) for one in DEATHS])
+@pytest.mark.parametrize("death", [pytest.param(one, marks=() if one in OFTEN else ALIKE) for one in DEATHS])
 def test_requests_get_an_error_and_a_new_generation_serves(lasting: Cluster, death: str) -> None:
     find, signum = DEATHS[death]
     (epoch,) = lasting.generations()
@@ -175,8 +173,8 @@ def test_requests_get_an_error_and_a_new_generation_serves(lasting: Cluster, dea
     "what",
     [
         "the network is cut",
-        pytest.param("the launcher of node 0 is killed", marks=MANY),
-        pytest.param("node 1 is gone", marks=MANY),
+        pytest.param("the launcher of node 0 is killed", marks=ALIKE),
+        pytest.param("node 1 is gone", marks=ALIKE),
     ],
 )
 def test_requests_get_an_error_and_everything_ends(what: str) -> None:

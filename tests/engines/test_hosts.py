@@ -70,15 +70,14 @@ def cluster(pair: list[Host], *overrides: str) -> Iterator[list[Node]]:
             stack.callback(watchdog.cancel)
             processes.append(process)
         nodes = []
-        for host, process in zip(pair, processes, strict=True):
+        for host, process, watchdog in zip(pair, processes, watchdogs, strict=True):
             assert process.stdout is not None
             line = process.stdout.readline()
+            watchdog.cancel()
             if not line:
                 raise AssertionError(f"{host.name} ended before it was ready:\n" + "\n".join(map(story, pair)))
             ready = json.loads(line)
             nodes.append(Node(process, ready["run"], ready["url"], runtime=host.runtime))
-        for watchdog in watchdogs:
-            watchdog.cancel()
         for node in nodes:
             node.url = f"http://{pair[0].addr}:8000"
         yield sorted(nodes, key=node_rank)
