@@ -1,4 +1,6 @@
-"""Several hosts on one machine: network namespaces on a bridge, each with its name, its address and its run folders."""
+"""Several hosts on one machine: namespaces on a bridge, each with its name, its address, its shared memory and its run
+folders. An engine that meets its ranks in shared memory must find that those of another host have another one.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.leaks import NETNS_PREFIX
+from tests.leaks import NETNS_PREFIX, SHM, wait_until_gone
 
 _NUMBERS = itertools.count()
+SHM_GONE_S = 5.0
 
 
 def ip(*words: str) -> None:
@@ -51,10 +54,17 @@ class Host:
     """Its end of the cable, on the bridge."""
     runtime: Path
     """XDG_RUNTIME_DIR there."""
+    holder: subprocess.Popen[bytes]
+    """Keeps its other namespaces: for its name, its shared memory and its mounts."""
 
     def command(self, *words: str) -> list[str]:
-        script = f'hostname {self.name}; exec "$@"'
-        return ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", script, "sh", *words]
+        where = ["--net", "--uts", "--ipc", "--mount", f"--wd={Path.cwd()}"]
+        return ["nsenter", f"--target={self.holder.pid}", *where, "--", *words]
+
+    @property
+    def shm(self) -> list[str]:
+        """What lies in its shared memory."""
+        return sorted(os.listdir(f"/proc/{self.holder.pid}/root{SHM}"))
 
     def environ(self, **more: str) -> dict[str, str]:
         return {**os.environ, "XDG_RUNTIME_DIR": str(self.runtime), **more}
@@ -89,17 +99,20 @@ def hosts(count: int) -> Iterator[list[Host]]:
         ip("link", "set", bridge, "up")
         made = []
         for i in range(count):
+            name, namespace = f"host{'abcdefgh'[i]}", f"{tag}{i}"
+            runtime = Path(tempfile.mkdtemp(prefix="kvl-h", dir="/tmp"))  # sockets need a short path
+            stack.callback(shutil.rmtree, runtime, ignore_errors=True)
+            ip("netns", "add", namespace)
+            stack.callback(ip, "netns", "del", namespace)
             host = Host(
-                name=f"host{'abcdefgh'[i]}",
+                name=name,
                 addr=f"{subnet}.{i + 2}",
                 addr6=f"fd77:{number % 250:x}::{i + 2}",
-                namespace=f"{tag}{i}",
+                namespace=namespace,
                 link=f"{tag}v{i}",
-                runtime=Path(tempfile.mkdtemp(prefix="kvl-h", dir="/tmp")),  # sockets need a short path
+                runtime=runtime,
+                holder=stack.enter_context(_held(namespace, name)),
             )
-            stack.callback(shutil.rmtree, host.runtime, ignore_errors=True)
-            ip("netns", "add", host.namespace)
-            stack.callback(ip, "netns", "del", host.namespace)
             ip("link", "add", host.link, "type", "veth", "peer", "name", "eth0", "netns", host.namespace)
             # A connection that was cut keeps its namespace, and this device, for minutes.
             stack.callback(ip, "link", "del", host.link)
@@ -113,3 +126,17 @@ def hosts(count: int) -> Iterator[list[Host]]:
             ip("-n", host.namespace, "link", "set", "lo", "up")
             made.append(host)
         yield made
+        left = wait_until_gone(lambda: [f"{host.name}: {name}" for host in made for name in host.shm], SHM_GONE_S)
+        assert not left, f"left in shared memory: {left}"
+
+
+@contextlib.contextmanager
+def _held(namespace: str, name: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process in a network namespace with namespaces of its own for everything else that belongs to a host."""
+    script = f"hostname {name} && mount -t tmpfs -o mode=1777 tmpfs {SHM} && echo && exec cat"
+    command = ["ip", "netns", "exec", namespace, "unshare", "--uts", "--ipc", "--mount", "sh", "-c", script]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with process:  # its end of input is its end, also when this process is killed
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"\n", "no namespaces"
+        yield process

@@ -75,16 +75,20 @@ def describe(process: psutil.Process) -> str:
 def shm_used_by(pids: Iterable[int]) -> set[str]:
     """Names of the shared-memory segments and semaphores that these processes have mapped or open.
 
-    Found by their inodes: a semaphore is mapped under a name that it loses.
+    Found by their inodes: a semaphore is mapped under a name that it loses. The shared memory of another namespace has
+    inodes of its own, and is not looked at.
     """
     inodes: set[int] = set()
     prefix = f"{SHM}/"
+    device = SHM.stat().st_dev
+    number = f"{os.major(device):02x}:{os.minor(device):02x}"
     for pid in pids:
         try:
             maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
-            inodes |= {int(line.split()[4]) for line in maps.splitlines() if prefix in line}
-            fds = Path(f"/proc/{pid}/fd").iterdir()
-            inodes |= {fd.stat().st_ino for fd in fds if str(fd.readlink()).startswith(prefix)}
+            words = [line.split() for line in maps.splitlines() if prefix in line]
+            inodes |= {int(word[4]) for word in words if word[3] == number}
+            files = [fd.stat() for fd in Path(f"/proc/{pid}/fd").iterdir() if str(fd.readlink()).startswith(prefix)]
+            inodes |= {file.st_ino for file in files if file.st_dev == device}
         except OSError:
             continue  # it ended meanwhile
     return {entry.name for entry in os.scandir(SHM) if entry.inode() in inodes}
