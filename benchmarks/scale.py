@@ -29,6 +29,7 @@ from kvlaunch.kv.ipc.curve import server_keys
 from kvlaunch.kv.ipc.listener import StageListener
 from kvlaunch.kv.ipc.messages import Done
 from kvlaunch.kv.ipc.peer import StagePeer
+from kvlaunch.kv.ipc.roles import stage_role
 from kvlaunch.kv.memory.noop import NoopBackend
 from kvlaunch.kv.rank import RankMemory
 from kvlaunch.secret import Secret, new_secret
@@ -81,7 +82,7 @@ def play_stages(count: int, secret: Secret, delay_s: float, control: Connection)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     poller, endpoints = zmq.Poller(), []
     for pp_rank in range(count):
-        keys, router = server_keys(secret, RUN, pp_rank), context.socket(zmq.ROUTER)
+        keys, router = server_keys(secret, RUN, stage_role(pp_rank)), context.socket(zmq.ROUTER)
         router.linger = 0
         router.curve_publickey, router.curve_secretkey, router.curve_server = keys.public, keys.private, True
         router.bind("tcp://127.0.0.1:*")

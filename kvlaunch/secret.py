@@ -1,7 +1,7 @@
 """The secret of a run: who knows it may command the run's KV listeners, and is believed to be one.
 
 The user shares it with the nodes, as a file or a variable. It never leaves a node: keys are derived from it
-(kvlaunch/kv/ipc/curve.py), and only public keys, and what is sealed with the keys, go over the network.
+(kvlaunch/kv/ipc/roles.py), and only public keys, and what is sealed with the keys, go over the network.
 """
 
 from __future__ import annotations

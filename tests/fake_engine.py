@@ -94,12 +94,20 @@ def play_rank(args: argparse.Namespace, run_dir: Path) -> None:
 def start_kv(rank: int, run_dir: Path, epoch: int) -> None:
     from kvlaunch.kv.geometry import BlockGeometry
     from kvlaunch.kv.ipc.listener import StageListener
-    from kvlaunch.kv.ipc.peer import StagePeer
+    from kvlaunch.kv.ipc.peer import FarPeer, StagePeer
+    from kvlaunch.kv.ipc.roles import rank_role, stage_role
     from kvlaunch.kv.memory.noop import NoopBackend
     from kvlaunch.kv.rank import RankMemory
+    from kvlaunch.launch import listeners
     from kvlaunch.launch.paths import RunPaths
+    from kvlaunch.plan.address import joined_endpoint
     from kvlaunch.plan.types import LaunchPlan
+    from kvlaunch.secret import load_secret
 
+    def serves(role: str, endpoint: str) -> None:
+        listeners.save(paths.served_at(role), listeners.Listeners(epoch=epoch, endpoints={role: endpoint}))
+
+    env = read_run_env()
     paths = RunPaths(run_dir)
     plan = LaunchPlan.load(paths.plan)
     me = plan.ranks[rank]
@@ -115,25 +123,26 @@ def start_kv(rank: int, run_dir: Path, epoch: int) -> None:
         epoch=epoch,
     )
     peer_path = paths.peer_socket(me.pp_rank)
+    any_port = f"tcp://{joined_endpoint(env.local_addr, 0)}" if env is not None else ""
     if rank == stage.leader:
-        from kvlaunch.launch import listeners
-        from kvlaunch.plan.address import joined_endpoint
-        from kvlaunch.secret import load_secret
-
-        env = read_run_env()
-        assert env is not None
         listener = StageListener(
             memory,
             endpoint=stage.endpoint,
             peer_path=peer_path,
             peers=[r for r in stage.ranks if r != rank],
-            network=f"tcp://{joined_endpoint(env.local_addr, 0)}" if stage.network else None,
+            peer_timeout_s=plan.kv.commit_timeout_s / 2,
+            network=any_port if stage.network else None,
             secret=load_secret(paths.secret, {}) if stage.network else None,
         )
         listener.start()
         if listener.network_endpoint is not None:
-            found = listeners.Listeners(epoch=epoch, endpoints={me.pp_rank: listener.network_endpoint})
-            listeners.save(paths.listener_network(me.pp_rank), found)
+            serves(stage_role(me.pp_rank), listener.network_endpoint)
+        for other, endpoint in listeners.far_ranks(paths, plan, stage, epoch, timeout_s=60).items():
+            listener.reach(other, endpoint)
+    elif me.node_rank != stage.node_rank:
+        peer = FarPeer(memory, endpoint=any_port, secret=load_secret(paths.secret, {}))
+        peer.start()
+        serves(rank_role(rank), peer.endpoint)
     else:
         StagePeer(memory, peer_path=peer_path).start()
 

@@ -64,7 +64,7 @@ class Host:
     @property
     def shm(self) -> list[str]:
         """What lies in its shared memory."""
-        return sorted(os.listdir(f"/proc/{self.holder.pid}/root{SHM}"))
+        return sorted(path.name for path in Path(f"/proc/{self.holder.pid}/root{SHM}").iterdir())
 
     def environ(self, **more: str) -> dict[str, str]:
         return {**os.environ, "XDG_RUNTIME_DIR": str(self.runtime), **more}

@@ -14,7 +14,8 @@ from kvlaunch.events import Phase, emit
 from kvlaunch.kv.geometry import BlockGeometry
 from kvlaunch.kv.ipc import network
 from kvlaunch.kv.ipc.listener import StageListener
-from kvlaunch.kv.ipc.peer import StagePeer
+from kvlaunch.kv.ipc.peer import FarPeer, StagePeer
+from kvlaunch.kv.ipc.roles import rank_role, stage_role
 from kvlaunch.kv.memory.base import MemoryBackend, Region
 from kvlaunch.kv.memory.host import HostBackend
 from kvlaunch.kv.rank import RankMemory
@@ -78,7 +79,7 @@ class RankKV:
         self._commits = commits
         self._on_limit = on_limit
         self._paths = RunPaths(run.run_dir)
-        self._service: StageListener | StagePeer | None = None
+        self._service: StageListener | StagePeer | FarPeer | None = None
 
     def weights_loaded(self) -> None:
         """To be called when the rank has loaded its weights."""
@@ -177,15 +178,31 @@ class RankKV:
                 peer_timeout_s=self.plan.kv.commit_timeout_s / 2,
                 on_limit=self._on_limit,
                 commits=self._commits,
-                network=f"{network.TCP}{joined_endpoint(self.run.local_addr, 0)}" if stage.network else None,
+                network=self._any_port() if stage.network else None,
                 secret=secret,
             )
             self._service = listener
             listener.start()
             if listener.network_endpoint is not None:
-                found = listeners.Listeners(epoch=self.run.epoch, endpoints={stage.pp_rank: listener.network_endpoint})
-                listeners.save(self._paths.listener_network(stage.pp_rank), found)
+                self._serves(stage_role(stage.pp_rank), listener.network_endpoint)
+            far = listeners.far_ranks(self._paths, self.plan, stage, self.run.epoch, timeout_s=CONNECT_TIMEOUT_S)
+            for rank, endpoint in far.items():
+                listener.reach(rank, endpoint)
             listener.wait_ready(CONNECT_TIMEOUT_S)
+        elif self.rank.node_rank != stage.node_rank:
+            peer = FarPeer(memory, endpoint=self._any_port(), secret=load_secret(self._paths.secret, {}))
+            self._service = peer
+            peer.start()
+            self._serves(rank_role(self.rank.global_rank), peer.endpoint)
         else:
             self._service = StagePeer(memory, peer_path=peer_path, connect_timeout_s=CONNECT_TIMEOUT_S)
             self._service.start()
+
+    def _any_port(self) -> str:
+        return f"{network.TCP}{joined_endpoint(self.run.local_addr, 0)}"
+
+    def _serves(self, role: str, endpoint: str) -> None:
+        """Write down where the other nodes reach it; the agent tells them."""
+        listeners.save(
+            self._paths.served_at(role), listeners.Listeners(epoch=self.run.epoch, endpoints={role: endpoint})
+        )

@@ -271,22 +271,19 @@ class AcrossNodes:
         plan, epoch = self._plan, meeting.epoch
         try:
             store = self.connect()
-            for stage in plan.stages:
-                if stage.node_rank != meeting.node_rank:
+            roles = listeners.roles(plan)
+            for role, node_rank in roles.items():
+                if node_rank != meeting.node_rank:
                     continue
-                path = self._paths.listener_network(stage.pp_rank)
+                path = self._paths.served_at(role)
                 while not (found := listeners.load(path, epoch)):
                     if self.meeting is not meeting:
                         return
                     time.sleep(0.1)
-                endpoint = found[stage.pp_rank]
-                discovery.publish(store, run=plan.run, epoch=epoch, pp_rank=stage.pp_rank, endpoint=endpoint)
-            stages = [stage.pp_rank for stage in plan.stages]
-            everyone = discovery.look_up(
-                store, run=plan.run, epoch=epoch, stages=stages, timeout_s=plan.timeouts.ready_s
-            )
+                discovery.publish(store, run=plan.run, epoch=epoch, role=role, endpoint=found[role])
+            everyone = discovery.look_up(store, run=plan.run, epoch=epoch, roles=roles, timeout_s=plan.timeouts.ready_s)
         except (RuntimeError, KVLaunchError) as error:
-            log.warning("the KV listeners of all stages are not known: %s", error)
+            log.warning("where KV requests are served is not known on all nodes: %s", error)
             return
         if self.meeting is meeting:
             listeners.save(self._paths.listeners, listeners.Listeners(epoch=epoch, endpoints=everyone))

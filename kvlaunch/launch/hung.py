@@ -18,7 +18,8 @@ class HungWatch(threading.Thread):
     """Asks this node's KV listeners for the state of their ranks, again and again, while the engine serves.
 
     A listener and its peers answer from threads of their own: a rank that computes for long answers all the same. With
-    kv=static there are no listeners, and nothing is asked.
+    kv=static there are no listeners, and nothing is asked. Nor is it on a node whose every rank has its stage's leader
+    on another one, which is asked there.
     """
 
     def __init__(self, paths: RunPaths, plan: LaunchPlan) -> None:
@@ -39,13 +40,17 @@ class HungWatch(threading.Thread):
 
     def run(self) -> None:
         every_s = self._plan.timeouts.hung_s / LOOKS
+        # A leader waits for its ranks too, and only then can it say which one does not answer.
+        timeout_s = max(every_s, self._plan.kv.commit_timeout_s)
         answered = time.monotonic()
         while not self._stop.wait(every_s):
             try:
-                rank_states(self._paths, self._plan, timeout_s=every_s, here=True)
+                asked = rank_states(self._paths, self._plan, timeout_s=timeout_s, here=True)
             except KVCommitError as error:
                 if time.monotonic() - answered >= self._plan.timeouts.hung_s and not self._stop.is_set():
                     self.hung = error.failures
                     return
             else:
+                if not asked:
+                    return
                 answered = time.monotonic()

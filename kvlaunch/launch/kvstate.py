@@ -26,11 +26,13 @@ def rank_states(paths: RunPaths, plan: LaunchPlan, *, timeout_s: float, here: bo
     """The KV state of every rank, by global rank.
 
     Args:
-        here: only of the ranks on this node.
+        here: only of the stages whose leader is on this node.
 
     Raises:
         KVCommitError: a stage did not answer within `timeout_s` seconds, or is not known yet.
     """
+    if here and _node_rank(paths) not in {stage.node_rank for stage in plan.stages}:
+        return []
     with _channel(paths, plan, timeout_s, here=here) as channel:
         states: list[RankState] = channel.state()
         return states
@@ -68,7 +70,7 @@ def _channel(paths: RunPaths, plan: LaunchPlan, timeout_s: float, *, here: bool 
     from kvlaunch.kv.ipc.client import ZmqChannel
 
     agent = load_agent(paths)
-    epoch, node_rank = (agent.epoch, agent.node_rank or 0) if agent else (0, 0)
+    epoch, node_rank = agent.epoch if agent else 0, _node_rank(paths)
     stages = [stage for stage in plan.stages if stage.node_rank == node_rank or not here]
     if here:
         endpoints = {stage.pp_rank: stage.endpoint for stage in stages}
@@ -87,3 +89,8 @@ def _channel(paths: RunPaths, plan: LaunchPlan, timeout_s: float, *, here: bool 
         yield channel
     finally:
         channel.close()
+
+
+def _node_rank(paths: RunPaths) -> int:
+    agent = load_agent(paths)
+    return agent.node_rank or 0 if agent else 0

@@ -94,7 +94,7 @@ class RunPaths:
 
     @property
     def listeners(self) -> Path:
-        """Where the listeners of all stages are, in a run on several nodes. Written by the agent."""
+        """Where KV requests are served, in a run on several nodes. Written by the agent."""
         return self.root / "listeners.json"
 
     @property
@@ -102,9 +102,9 @@ class RunPaths:
         """Which rank's process of this node ended first. Written by the launcher."""
         return self.root / "death.json"
 
-    def listener_network(self, pp_rank: int) -> Path:
-        """Where a stage's listener on this node is reached from others. Written by the listener's rank."""
-        return self.root / f"kv-n{pp_rank}"
+    def served_at(self, role: str) -> Path:
+        """Where one who serves KV requests on this node is reached from others, which it writes itself."""
+        return self.root / f"kv-{role.replace(' ', '')}"
 
     @property
     def logs(self) -> Path:

@@ -60,7 +60,6 @@ def make_plan(config: LaunchConfig, *, run: str, host: HostFacts) -> LaunchPlan:
     check_tp(facts, topology.tp_size)
     check_pp(facts, topology.pp_size)
     _check_kv(config, facts, notes)
-    _check_stages(config, topology)
     split = recipe.layers(draft)
     shape = recipe.kv_shape(draft, split)
     kv = plan_kv(config.kv, shape, device)
@@ -132,16 +131,6 @@ def _check_kv(config: LaunchConfig, facts: ModelFacts, notes: list[Note]) -> Non
     if facts.quantization:
         why = f"stored as {facts.quantization}: bytes of weights are given for {facts.dtype}, an upper bound"
         notes.append(Note(setting="model.dtype", value=facts.dtype, why=why))
-
-
-def _check_stages(config: LaunchConfig, topology: Topology) -> None:
-    """Raises PlanError for an elastic stage that lies on several nodes: its listener reaches one host's ranks."""
-    if config.kv.mode.value == "elastic" and topology.tp_size > topology.ranks_per_node:
-        raise PlanError(
-            f"kv=elastic with tp={topology.tp_size} on nodes of {topology.ranks_per_node} rank(s): a stage would lie "
-            "on several hosts, which is not supported yet.",
-            hint=f"Use tp={topology.ranks_per_node} or less and a larger pp, or kv=static.",
-        )
 
 
 def _model(config: LaunchConfig, facts: ModelFacts) -> ModelPlan:

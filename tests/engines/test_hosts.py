@@ -109,16 +109,19 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "tp"),
+    ("engine", "tp", "pp"),
     [
-        pytest.param("vllm", 1, marks=pytest.mark.vllm),
-        pytest.param("vllm", 2, marks=pytest.mark.vllm),
-        pytest.param("sglang", 1, marks=pytest.mark.sglang),
+        pytest.param("vllm", 1, 2, marks=pytest.mark.vllm),
+        pytest.param("vllm", 2, 2, marks=pytest.mark.vllm),
+        pytest.param("vllm", 2, 1, marks=pytest.mark.vllm),
+        pytest.param("sglang", 1, 2, marks=pytest.mark.sglang),
+        pytest.param("sglang", 2, 1, marks=pytest.mark.sglang),
     ],
 )
-def test_a_stage_on_each_host(engine: str, tp: int) -> None:
-    expected = stock_answers(engine, tp, 2, True)
-    with hosts(2) as pair, cluster(pair, *overrides_of(engine, tp, 2, True)) as nodes:
+def test_tokens_and_memory(engine: str, tp: int, pp: int) -> None:
+    """A stage on each host; with pp=1, the one stage on both of them."""
+    expected = stock_answers(engine, tp, pp, True)
+    with hosts(2) as pair, cluster(pair, *overrides_of(engine, tp, pp, True)) as nodes:
         head, other = nodes
         assert [head.complete_all(PROMPTS) for _ in range(2)] == expected
         remote = [rank.global_rank for rank in other.plan.ranks if rank.node_rank == 1]
@@ -129,7 +132,7 @@ def test_a_stage_on_each_host(engine: str, tp: int) -> None:
         wait_until(lambda: max(other.resident_bytes()) <= 2 * page, 60, "memory given back on the remote ranks")
         for node in nodes:
             entry = node.ps()
-            assert [rank["global_rank"] for rank in entry["ranks"]] == list(range(2 * tp))
+            assert [rank["global_rank"] for rank in entry["ranks"]] == list(range(tp * pp))
             assert all(rank["kv"]["mapped_bytes"] <= 2 * page for rank in entry["ranks"])
         other.process.send_signal(signal.SIGINT)
         assert [node.process.wait(STOP_TIMEOUT_S) for node in nodes] == [0, 0]

@@ -14,8 +14,12 @@ from zmq.utils import monitor
 
 from kvlaunch.kv.ipc import network
 from kvlaunch.kv.ipc.client import ZmqChannel
+from kvlaunch.kv.ipc.listener import StageListener
+from kvlaunch.kv.ipc.messages import PageRun
+from kvlaunch.kv.ipc.peer import FarPeer
+from kvlaunch.kv.ipc.roles import stage_role
 from kvlaunch.secret import Secret, new_secret
-from tests.integration.stage_kit import Raw, Stage
+from tests.integration.stage_kit import Raw, Stage, memory
 
 SECRET = new_secret()
 LOCAL = "tcp://127.0.0.1:0"
@@ -42,6 +46,47 @@ class NetworkStage(Stage):
         return ZmqChannel({0: endpoint or self.address}, leaders={0: 0}, **options)
 
 
+class FarStage:
+    """A stage whose second rank is on another host than its leader, who reaches it over a cable."""
+
+    def __init__(self, folder: Path, *, secret: Secret | None = SECRET, epoch: int = 0, role: int = 1) -> None:
+        self.ranks = [memory(0), memory(1, epoch=epoch)]
+        named = memory(role, epoch=epoch) if role != 1 else self.ranks[1]
+        self.peer = FarPeer(named, endpoint=LOCAL, secret=secret)
+        self.listener = StageListener(
+            self.ranks[0],
+            endpoint=f"ipc://{folder}/s0",
+            peer_path=folder / "p0",
+            peers=[1],
+            peer_timeout_s=1.0,
+            secret=SECRET,
+        )
+
+    def __enter__(self) -> FarStage:
+        self.peer.start()
+        self.cable = Cable(network.split(self.peer.endpoint)[1])
+        self.listener.start()
+        self.listener.reach(1, self.cable.endpoint)
+        self.listener.wait_ready(0)
+        endpoint = self.listener._endpoint
+        self.channel = ZmqChannel({0: endpoint}, leaders={0: 0}, run="r", epoch=0, sender="m", timeout_s=2.0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.channel.close()
+        self.listener.close()
+        self.cable.close()
+        self.peer.close()
+
+    @property
+    def mapped_of_leader(self) -> list[PageRun]:
+        return self.ranks[0].mapped_runs()
+
+    @property
+    def mapped(self) -> list[list[PageRun]]:
+        return [rank.mapped_runs() for rank in self.ranks]
+
+
 class RemoteRaw(Raw):
     """Sends bytes to a listener over the network, as one who knows the secret."""
 
@@ -50,7 +95,7 @@ class RemoteRaw(Raw):
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.linger = 0
         self.socket.rcvtimeo = 5000
-        network.connect(self.socket, endpoint, secret=SECRET, run="r", pp_rank=0)
+        network.connect(self.socket, endpoint, secret=SECRET, run="r", role=stage_role(0))
 
 
 def handshake(sock: zmq.Socket[bytes], endpoint: str) -> bool:
@@ -105,7 +150,11 @@ class Cable:
         with suppress(OSError):
             while True:
                 near, _ = self._server.accept()
-                far = socket.create_connection(("127.0.0.1", self._port))
+                try:
+                    far = socket.create_connection(("127.0.0.1", self._port))
+                except OSError:  # nobody is there any more
+                    near.close()
+                    continue
                 sent = bytearray()
                 self._pairs.append((near, far))
                 self.sent.append(sent)

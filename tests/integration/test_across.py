@@ -17,6 +17,7 @@ import pytest
 
 from kvlaunch.events import Event, read_events
 from kvlaunch.launch import listeners
+from kvlaunch.launch.kvstate import rank_states
 from kvlaunch.launch.state import load_agent
 from kvlaunch.plan.types import LaunchPlan
 from kvlaunch.secret import new_secret
@@ -59,6 +60,17 @@ class Pair:
                 )
                 for node in range(2)
             ),
+        )
+
+    def one_stage(self, **changes: Any) -> LaunchPlan:
+        """tp=2, a rank of the one stage on each host, with an elastic cache."""
+        plan = self.plan("--kv", mode="elastic", **changes)
+        return msgspec.structs.replace(
+            plan,
+            tp_size=2,
+            pp_size=1,
+            ranks=tuple(msgspec.structs.replace(r, pp_rank=0, tp_rank=r.global_rank) for r in plan.ranks),
+            stages=(msgspec.structs.replace(plan.stages[0], ranks=(0, 1)),),
         )
 
     def launch(self, *plans: LaunchPlan) -> None:
@@ -313,7 +325,7 @@ def test_they_meet_by_ipv6_too(pair: Pair) -> None:
     pair.launch(pair.plan("--kv", mode="elastic", endpoint=f"[{pair.hosts[0].addr6}]:{PORT}"))
     pair.ready()
     known = listeners.load(pair.launched[0].paths.listeners, 0)
-    assert sorted(known) == [0, 1]
+    assert sorted(known) == ["stage 0", "stage 1"]
     assert all(endpoint.startswith("tcp://[fd77:") for endpoint in known.values())
     pair.launched[1].process.send_signal(signal.SIGINT)
     for launched in pair.launched:
@@ -335,6 +347,36 @@ def test_wishes_for_node_ranks_are_kept(pair: Pair) -> None:
 @pytest.mark.chaos
 def test_a_hung_rank_is_noticed_on_its_node_and_told_to_the_other(pair: Pair) -> None:
     plan = pair.plan("--kv", mode="elastic")
+    pair.launch(msgspec.structs.replace(plan, timeouts=msgspec.structs.replace(plan.timeouts, hung_s=3.0)))
+    pair.ready()
+    os.kill(pair.rank(1), signal.SIGSTOP)
+    for launched in pair.launched:
+        code, _, err = launched.end(20)
+        assert code == 5
+        assert "rank 1 failed first" in err
+        assert "does not answer" in err
+    pair.gone(1.0)
+
+
+def test_a_stage_on_both_hosts(pair: Pair) -> None:
+    plan = pair.one_stage()
+    pair.launch(plan)
+    pair.ready()
+    paths = pair.node(0).paths
+    states = rank_states(paths, LaunchPlan.load(paths.plan), timeout_s=5)
+    assert [(state.global_rank, state.tp_rank, state.mapped_pages) for state in states] == [(0, 0, 1), (1, 1, 1)]
+    for launched in pair.launched:
+        assert sorted(listeners.load(launched.paths.listeners, 0)) == ["rank 1", "stage 0"]
+    pair.launched[1].process.send_signal(signal.SIGINT)
+    for launched in pair.launched:
+        code, _, err = launched.end()
+        assert code == 0, err
+    pair.gone(1.0)
+
+
+@pytest.mark.chaos
+def test_a_hung_rank_is_noticed_by_its_leader_on_the_other_node(pair: Pair) -> None:
+    plan = pair.one_stage()
     pair.launch(msgspec.structs.replace(plan, timeouts=msgspec.structs.replace(plan.timeouts, hung_s=3.0)))
     pair.ready()
     os.kill(pair.rank(1), signal.SIGSTOP)

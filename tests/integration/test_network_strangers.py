@@ -15,12 +15,13 @@ import zmq
 from kvlaunch.kv.ipc import wire
 from kvlaunch.kv.ipc.curve import KeyPair, client_keys, server_keys
 from kvlaunch.kv.ipc.messages import Done, Map, Ping, Pong, Refused
+from kvlaunch.kv.ipc.roles import stage_role
 from kvlaunch.secret import new_secret
 from tests.integration.network_kit import SECRET, NetworkStage, RemoteRaw, handshake
 from tests.integration.stage_kit import HEAD, Raw
 
 MAP = wire.encode(Map(**HEAD, seq=1, pages=((3, 1),)))
-CLIENT, SERVER = client_keys(SECRET, "r"), server_keys(SECRET, "r", 0).public
+CLIENT, SERVER = client_keys(SECRET, "r"), server_keys(SECRET, "r", stage_role(0)).public
 
 
 def random_keys() -> KeyPair:
@@ -42,8 +43,8 @@ def stage(folder: Path) -> Iterator[NetworkStage]:
         (random_keys(), SERVER, False),
         (client_keys(new_secret(), "r"), SERVER, False),
         (client_keys(SECRET, "other"), SERVER, False),
-        (CLIENT, server_keys(SECRET, "r", 1).public, False),
-        (CLIENT, server_keys(new_secret(), "r", 0).public, False),
+        (CLIENT, server_keys(SECRET, "r", stage_role(1)).public, False),
+        (CLIENT, server_keys(new_secret(), "r", stage_role(0)).public, False),
     ],
     ids=["owner", "no keys", "other keys", "other secret", "other run", "other stage", "other server"],
 )

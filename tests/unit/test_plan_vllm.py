@@ -12,6 +12,7 @@ from kvlaunch.config.schema import KVConfig, KVModeName
 from kvlaunch.engines.options import render
 from kvlaunch.engines.vllm.layout import layers_per_block
 from kvlaunch.errors import PlanError
+from kvlaunch.launch import listeners
 from kvlaunch.plan.facts import ModelFacts
 from kvlaunch.plan.host import HostFacts
 from kvlaunch.plan.kv import MOST_RANGES, KVShape, blocks_per_page, plan_kv
@@ -212,13 +213,15 @@ def test_two_hosts() -> None:
         assert "KVLAUNCH_SECRET" in node.unset
 
 
-def test_an_elastic_stage_lies_on_one_host() -> None:
+@pytest.mark.parametrize("mode", KVModeName)
+def test_a_stage_larger_than_a_host_lies_on_several(mode: KVModeName) -> None:
     wanted = config(tp=2, nnodes=2)
     wanted.rdzv.endpoint = "a:1"
-    with pytest.raises(PlanError, match="several hosts"):
-        make_plan(wanted, run="r", host=HOST)
-    wanted.kv.mode = KVModeName.static
-    assert [node.ranks for node in make_plan(wanted, run="r", host=HOST).nodes] == [(0,), (1,)]
+    wanted.kv.mode = mode
+    plan = make_plan(wanted, run="r", host=HOST)
+    assert [node.ranks for node in plan.nodes] == [(0,), (1,)]
+    assert [(stage.leader, stage.node_rank, stage.ranks) for stage in plan.stages] == [(0, 0, (0, 1))]
+    assert listeners.roles(plan) == {"stage 0": 0, "rank 1": 1}
 
 
 def test_an_unknown_architecture_is_static_only() -> None:

@@ -11,6 +11,7 @@ import zmq
 from kvlaunch.cli.main import main
 from kvlaunch.errors import ConfigError
 from kvlaunch.kv.ipc.curve import client_keys, server_keys
+from kvlaunch.kv.ipc.roles import rank_role, stage_role
 from kvlaunch.secret import Secret, load_secret, new_secret
 
 SECRET = Secret("k" * 43)
@@ -85,8 +86,8 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path, file: Path) -> None:
 
 
 def test_keys_are_the_same_on_every_node_and_in_every_version() -> None:
-    keys = server_keys(SECRET, "job7", 1)
-    assert keys == server_keys(Secret("k" * 43), "job7", 1)
+    keys = server_keys(SECRET, "job7", stage_role(1))
+    assert keys == server_keys(Secret("k" * 43), "job7", stage_role(1))
     assert keys.public == zmq.curve_public(keys.private)
     assert keys.public == b"j3I.jc8OastJE[1tArTB0<ICFOT0gvPT42Ex-rfc"
     assert client_keys(SECRET, "job7").public == b"2l1q&@AOJw]zP&qEm:VhK@pQTBl]bk3?6C>lDMw="
@@ -94,9 +95,12 @@ def test_keys_are_the_same_on_every_node_and_in_every_version() -> None:
 
 def test_another_secret_run_stage_or_role_has_other_keys() -> None:
     keys = [
-        server_keys(secret, run, pp) for secret in (SECRET, new_secret()) for run in ("a", "b") for pp in (0, 1)
+        server_keys(secret, run, role)
+        for secret in (SECRET, new_secret())
+        for run in ("a", "b")
+        for role in (stage_role(0), stage_role(1), rank_role(0), rank_role(1))
     ] + [client_keys(secret, run) for secret in (SECRET, new_secret()) for run in ("a", "b")]
-    assert len({pair.public for pair in keys}) == len({pair.private for pair in keys}) == 12
+    assert len({pair.public for pair in keys}) == len({pair.private for pair in keys}) == 20
 
 
 def test_the_verb_prints_one_that_is_good_enough(capsys: pytest.CaptureFixture[str]) -> None:

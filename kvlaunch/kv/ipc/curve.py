@@ -1,10 +1,10 @@
 """The keys of a run's KV listeners and of those who command them, made from the run's secret.
 
-Every node makes the same keys for itself, so no key is ever sent around. The server key of each stage is its own: a
-listener cannot be taken for that of another stage, whatever the place says where its endpoint was looked up. The run's
-id is part of them all, so two runs with one secret do not know each other. The epoch is not: whoever survives from an
-older generation has the secret anyway, the epoch in each message keeps it out, and as it can still talk, it learns the
-reason.
+Every node makes the same keys for itself, so no key is ever sent around. The server key of each role (roles.py) is its
+own: a stage's listener cannot be taken for that of another stage, whatever the place says where its endpoint was looked
+up. The run's id is part of them all, so two runs with one secret do not know each other. The epoch is not: whoever
+survives from an older generation has the secret anyway, the epoch in each message keeps it out, and as it can still
+talk, it learns the reason.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class KeyPair:
     private: bytes = field(repr=False)
 
 
-def server_keys(secret: Secret, run: str, pp_rank: int) -> KeyPair:
-    """Of the listener of one stage."""
-    return _keys(secret, run, f"stage {pp_rank}")
+def server_keys(secret: Secret, run: str, role: str) -> KeyPair:
+    """Of one who serves on the network: a role of roles.py."""
+    return _keys(secret, run, role)
 
 
 def client_keys(secret: Secret, run: str) -> KeyPair:
-    """Of whoever may command the listeners of a run."""
+    """Of whoever may command the listeners and ranks of a run."""
     return _keys(secret, run, "requester")
 
 

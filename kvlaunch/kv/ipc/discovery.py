@@ -1,4 +1,4 @@
-"""Where the stages' listeners are: written to and read from the rendezvous store, which all nodes of a run reach.
+"""Where KV requests are served on the network: written to and read from the rendezvous store, which all nodes reach.
 
 What stands there is not to be trusted, and need not be: the keys (curve.py) make sure who answers at an endpoint.
 """
@@ -14,7 +14,7 @@ from kvlaunch.errors import RendezvousError
 from kvlaunch.kv.ipc.network import split
 
 _LAST_LOOK_S = 0.05
-"""What a stage still gets after the others have used up the time: enough to find what is there already."""
+"""What one still gets after the others have used up the time: enough to find what is there already."""
 
 
 class Store(Protocol):
@@ -27,10 +27,11 @@ class Store(Protocol):
     def wait(self, keys: list[str], timeout: timedelta, /) -> object: ...
 
 
-def publish(store: Store, *, run: str, epoch: int, pp_rank: int, endpoint: str) -> None:
-    """Say where a stage's listener is.
+def publish(store: Store, *, run: str, epoch: int, role: str, endpoint: str) -> None:
+    """Say where the listener of a stage, or the memory of a rank whose leader is on another host, is served.
 
     Args:
+        role: which one (roles.py).
         endpoint: `tcp://HOST:PORT` as other hosts reach it.
 
     Raises:
@@ -39,48 +40,47 @@ def publish(store: Store, *, run: str, epoch: int, pp_rank: int, endpoint: str) 
     """
     _check(endpoint)
     try:
-        store.set(_key(run, epoch, pp_rank), endpoint)
+        store.set(_key(run, epoch, role), endpoint)
     except RuntimeError as error:
         raise RendezvousError(
-            f"Stage {pp_rank} could not say where its KV listener is ({endpoint}): {_first_line(error)}"
+            f"{role.capitalize()} could not say where its KV memory is served ({endpoint}): {_first_line(error)}"
         ) from error
 
 
-def look_up(store: Store, *, run: str, epoch: int, stages: Iterable[int], timeout_s: float) -> dict[int, str]:
-    """Wait until the stages have said where their listeners are.
+def look_up(store: Store, *, run: str, epoch: int, roles: Iterable[str], timeout_s: float) -> dict[str, str]:
+    """Wait until all of them have said where they serve.
 
     Returns:
-        pp_rank -> endpoint.
+        role -> endpoint.
 
     Raises:
-        RendezvousError: names the stages that have not within `timeout_s` seconds, or said nonsense.
+        RendezvousError: names those that have not within `timeout_s` seconds, or said nonsense.
     """
     deadline = time.monotonic() + timeout_s
-    found: dict[int, str] = {}
-    missing: dict[int, str] = {}
-    for pp in stages:
-        key = _key(run, epoch, pp)
+    found: dict[str, str] = {}
+    missing: dict[str, str] = {}
+    for role in roles:
+        key = _key(run, epoch, role)
         try:
             store.wait([key], timedelta(seconds=max(_LAST_LOOK_S, deadline - time.monotonic())))
             endpoint = store.get(key).decode()
             _check(endpoint)
-            found[pp] = endpoint
+            found[role] = endpoint
         except RuntimeError as error:  # of which all of torch's are: a time-out, a broken connection
-            missing[pp] = _first_line(error)
+            missing[role] = _first_line(error)
         except ValueError as error:  # UnicodeDecodeError is one
-            missing[pp] = str(error)
+            missing[role] = str(error)
     if missing:
-        names = f"stage{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         raise RendezvousError(
-            f"Run {run} epoch {epoch}: {names} did not say within {timeout_s:g} s where the KV listener is"
+            f"Run {run} epoch {epoch}: {', '.join(missing)} did not say within {timeout_s:g} s where its KV is served"
             f" ({'; '.join(dict.fromkeys(missing.values()))}).",
-            hint="See the logs of the nodes that hold these stages: their ranks had not reserved the KV cache yet.",
+            hint="See the logs of the nodes that hold these: their ranks had not reserved the KV cache yet.",
         )
     return found
 
 
-def _key(run: str, epoch: int, pp_rank: int) -> str:
-    return f"kvlaunch/{run}/{epoch}/kv/{pp_rank}"
+def _key(run: str, epoch: int, role: str) -> str:
+    return f"kvlaunch/{run}/{epoch}/kv/{role}"
 
 
 def _check(endpoint: str) -> None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import select
-import socket
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +13,8 @@ from kvlaunch.errors import KVCommitError
 from kvlaunch.kv.ipc import network, wire
 from kvlaunch.kv.ipc.links import Link, connect
 from kvlaunch.kv.ipc.messages import HelloRequester, Reply
+from kvlaunch.kv.ipc.probe import Probe
+from kvlaunch.kv.ipc.roles import stage_role
 from kvlaunch.secret import Secret, require_secret
 
 WAIT_SLICE_S = 0.02
@@ -176,7 +174,7 @@ class NetworkLeader(RemoteLeader):
         self._run = run
         self._endpoint = endpoint
         self._last = b""
-        self._probe: _Probe | None = None
+        self._probe: Probe | None = None
         try:
             self._address = network.numeric(endpoint)
         except OSError as error:
@@ -191,7 +189,7 @@ class NetworkLeader(RemoteLeader):
     def send(self, payload: bytes) -> None:
         self._end_probe()
         if payload is self._last:  # a repetition: while it waits for the reply, find out what it can say if none comes
-            self._probe = _Probe(self._address)
+            self._probe = Probe(self._address)
         self._last = payload
         super().send(payload)
 
@@ -207,34 +205,9 @@ class NetworkLeader(RemoteLeader):
 
     def _connect(self, endpoint: str) -> None:
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MOST_MS)
-        network.connect(self._socket, endpoint, secret=self._secret, run=self._run, pp_rank=self.pp_rank)
+        network.connect(self._socket, endpoint, secret=self._secret, run=self._run, role=stage_role(self.pp_rank))
 
     def _end_probe(self) -> None:
         if self._probe is not None:
             self._probe.close()
             self._probe = None
-
-
-class _Probe:
-    """Looks whether anything takes connections at an address, and never waits. ZeroMQ tries again and says nothing."""
-
-    def __init__(self, address: str) -> None:
-        host, port = network.split(address)
-        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        self._socket.setblocking(False)
-        self._refusal = self._socket.connect_ex((host, port))
-
-    @property
-    def finding(self) -> str:
-        poll = select.poll()  # select.select fails for a process with more than 1024 open files
-        poll.register(self._socket, select.POLLOUT)
-        if self._refusal in (0, errno.EINPROGRESS):
-            if not poll.poll(0):
-                return "nothing there answers an attempt to connect; is the network cut, or a firewall between?"
-            self._refusal = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if self._refusal:
-            return os.strerror(self._refusal)
-        return "it takes connections; does its process hang, or has it another secret or run?"
-
-    def close(self) -> None:
-        self._socket.close()

@@ -12,9 +12,11 @@ from pathlib import Path
 import zmq
 
 from kvlaunch.kv.ipc import wire
+from kvlaunch.kv.ipc.far import FarLink
 from kvlaunch.kv.ipc.links import Link, LinkClosedError, claim_path, listen_seqpacket, peer_uid
 from kvlaunch.kv.ipc.messages import (
     Done,
+    Failed,
     HelloRequester,
     Map,
     Ping,
@@ -22,12 +24,14 @@ from kvlaunch.kv.ipc.messages import (
     Refused,
     Reply,
     SetLimit,
+    StageState,
     State,
     Undo,
     Unmap,
     Welcome,
 )
 from kvlaunch.kv.ipc.network import NetworkServer, serve
+from kvlaunch.kv.ipc.roles import stage_role
 from kvlaunch.kv.ipc.stage import Stage
 from kvlaunch.kv.rank import RankMemory
 from kvlaunch.secret import Secret
@@ -59,7 +63,7 @@ class StageListener:
         commits: False refuses Map, Unmap and Undo: the ranks have managers of their own.
         network: `tcp://HOST:PORT` where requesters of other hosts are served too, HOST an address of this host that
             they reach, port 0 for any. They must know the secret.
-        secret: of the run, for `network`.
+        secret: of the run, for `network` and `reach`.
 
     Raises:
         ConfigError: `network` without a secret.
@@ -89,10 +93,12 @@ class StageListener:
         self._peers = tuple(peers)
         self._on_limit = on_limit
         self._commits = commits
+        self._secret = secret
         self._stage = Stage(rank, peers=peers, timeout_s=peer_timeout_s)
         self._requesters: list[tuple[Link, threading.Thread]] = []
         self._serving = threading.Lock()
         self._replies: dict[str, tuple[int, bytes]] = {}
+        self._asked: tuple[tuple[str, int], StageState | Failed] | None = None
         self._closing = threading.Event()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._server: socket.socket | None = None
@@ -102,7 +108,7 @@ class StageListener:
                 network,
                 secret=secret,
                 run=rank.run,
-                pp_rank=rank.pp_rank,
+                role=stage_role(rank.pp_rank),
                 answer=self._answer,
                 name=f"kvlaunch-stage{rank.pp_rank}",
             )
@@ -140,6 +146,19 @@ class StageListener:
         ]
         for thread in self._threads:
             thread.start()
+
+    def reach(self, global_rank: int, endpoint: str) -> None:
+        """Join a peer on another host, whose FarPeer serves at `tcp://HOST:PORT`.
+
+        Raises:
+            ConfigError: there is no secret.
+            OSError: the host's name is not known.
+            ValueError: not such an endpoint, or not a rank of this stage.
+        """
+        refusal = self._stage.refusal(global_rank)
+        if refusal is not None:
+            raise ValueError(refusal)
+        self._stage.join(global_rank, FarLink(global_rank, endpoint, secret=self._secret, run=self._rank.run))
 
     def wait_ready(self, timeout: float) -> None:
         """Wait until every peer has joined.
@@ -238,7 +257,10 @@ class StageListener:
 
     def _inform(self, request: State | SetLimit, raw: bytes) -> Reply:
         if isinstance(request, State):
-            return self._stage.state(request, raw)
+            # One that is repeated because a rank does not answer must not be waited for again: others are in line.
+            if self._asked is None or self._asked[0] != (request.sender, request.seq):
+                self._asked = ((request.sender, request.seq), self._stage.state(request, raw))
+            return self._asked[1]
         if self._on_limit is None:
             return Refused(seq=request.seq, reason="no manager lives here whose limit could be set")
         try:

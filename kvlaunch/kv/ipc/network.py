@@ -26,8 +26,8 @@ _DOMAIN = b"kvlaunch"
 _HEARTBEAT_MS = 1000
 SILENCE_MS = 3000
 """Milliseconds after which a connection over which nothing comes, not even a heartbeat, is closed, and made anew."""
-_SEALING_BYTES = 64
-"""CurveZMQ puts up to this much around a message, and the limit counts it."""
+_SEALING_BYTES = 128
+"""CurveZMQ, and the number of an exchange, take less than this beside a message, and the limit counts it."""
 _STRANGERS_REMEMBERED = 64
 
 
@@ -63,10 +63,10 @@ def numeric(endpoint: str) -> str:
     return f"{TCP}[{host}]:{port}" if address.version == 6 else f"{TCP}{host}:{port}"
 
 
-def connect(sock: zmq.Socket[bytes], address: str, *, secret: Secret, run: str, pp_rank: int) -> None:
-    """Connect a socket to the listener of that stage, and to no other. The address is a numeric endpoint."""
+def connect(sock: zmq.Socket[bytes], address: str, *, secret: Secret, run: str, role: str) -> None:
+    """Connect a socket to the one with that role (roles.py), and to no other. The address is a numeric endpoint."""
     _secure(sock, client_keys(secret, run), address)
-    sock.curve_serverkey = server_keys(secret, run, pp_rank).public
+    sock.curve_serverkey = server_keys(secret, run, role).public
     sock.connect(address)
 
 
@@ -102,6 +102,7 @@ class NetworkServer:
 
     Args:
         endpoint: `tcp://HOST:PORT`, HOST one of this host's addresses, by which the others reach it; port 0: any.
+        role: whose requests are served (roles.py).
         answer: makes the reply to a request's bytes.
         name: of the threads.
 
@@ -116,17 +117,17 @@ class NetworkServer:
         *,
         secret: Secret | None,
         run: str,
-        pp_rank: int,
+        role: str,
         answer: Callable[[bytes], bytes],
         name: str,
     ) -> None:
         host, _ = split(endpoint)
         if host in ("0.0.0.0", "::"):
             raise ValueError(f"endpoint {endpoint!r}: must have the address by which the other hosts reach this one")
-        secret = require_secret(secret, f"The KV listener of stage {pp_rank} on {endpoint}")
+        secret = require_secret(secret, f"The KV listener of {role} on {endpoint}")
         self.endpoint = endpoint
         """With the address and port that it is bound to, once started."""
-        self._keys = server_keys(secret, run, pp_rank)
+        self._keys = server_keys(secret, run, role)
         self._client = z85.decode(client_keys(secret, run).public)
         self._answer = answer
         self._name = name

@@ -1,4 +1,4 @@
-"""The StagePeer: serves its stage's leader on a rank that is not tp_rank 0."""
+"""The StagePeer and the FarPeer: serve their stage's leader on a rank that is not tp_rank 0."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from pathlib import Path
 import msgspec
 
 from kvlaunch.kv.ipc import wire
+from kvlaunch.kv.ipc.far import split_exchange
 from kvlaunch.kv.ipc.links import Link, LinkClosedError, connect
 from kvlaunch.kv.ipc.messages import Hello, Map, RankResult, State, Undo, Unmap
+from kvlaunch.kv.ipc.network import NetworkServer
+from kvlaunch.kv.ipc.roles import rank_role
 from kvlaunch.kv.rank import RankMemory
+from kvlaunch.secret import Secret
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +41,7 @@ class StagePeer:
         self._rank = rank
         self._path = peer_path
         self._connect_timeout_s = connect_timeout_s
-        self._ok = wire.encode(RankResult(global_rank=rank.global_rank))
+        self._ok = _applied(rank)
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._link: Link | None = None
@@ -94,19 +98,76 @@ class StagePeer:
         try:
             while True:
                 exchange, raw = link.receive()
-                link.send(exchange, self._answer(raw))
+                link.send(exchange, _answer(self._rank, raw, self._ok))
         except LinkClosedError:
             return
         except OSError as error:
             if not self._closing.is_set():
                 log.warning("rank %d: the connection to its KV listener broke: %s", self._rank.global_rank, error)
 
-    def _answer(self, raw: bytes | memoryview) -> bytes:
-        try:
-            request = _decode(raw)
-        except wire.DecodeError as error:
-            return wire.encode(RankResult(global_rank=self._rank.global_rank, error=f"not a request: {error}"))
-        if isinstance(request, State):
-            return wire.encode(self._rank.state())
-        result = self._rank.apply(request)
-        return self._ok if result.error is None else wire.encode(result)
+
+class FarPeer:
+    """Answers a leader on another host, which connects to it (`kvlaunch.kv.ipc.far.FarLink`).
+
+    Args:
+        rank: this process's memory. Not closed here.
+        endpoint: `tcp://HOST:PORT`, HOST an address of this host that the leader's reaches, port 0 for any.
+        secret: of the run.
+
+    Raises:
+        ConfigError: there is no secret.
+        ValueError: not such an endpoint.
+    """
+
+    def __init__(self, rank: RankMemory, *, endpoint: str, secret: Secret | None) -> None:
+        self._rank = rank
+        self._ok = _applied(rank)
+        self._server = NetworkServer(
+            endpoint,
+            secret=secret,
+            run=rank.run,
+            role=rank_role(rank.global_rank),
+            answer=self._answer,
+            name=f"kvlaunch-rank{rank.global_rank}",
+        )
+
+    @property
+    def endpoint(self) -> str:
+        """With its port, once started."""
+        return self._server.endpoint
+
+    def start(self) -> None:
+        """Bind and serve.
+
+        Raises:
+            OSError: the address is not this host's, or the port is taken.
+        """
+        self._server.start()
+
+    def close(self) -> None:
+        """End its threads. May be called twice."""
+        self._server.close()
+
+    def _answer(self, raw: bytes) -> bytes:
+        number, payload = split_exchange(raw)
+        return number + _answer(self._rank, payload, self._ok)
+
+
+def _applied(rank: RankMemory) -> bytes:
+    return wire.encode(RankResult(global_rank=rank.global_rank))
+
+
+def _answer(rank: RankMemory, raw: bytes | memoryview, ok: bytes) -> bytes:
+    """Do what a leader asks.
+
+    Args:
+        ok: the answer where an operation was applied.
+    """
+    try:
+        request = _decode(raw)
+    except wire.DecodeError as error:
+        return wire.encode(RankResult(global_rank=rank.global_rank, error=f"not a request: {error}"))
+    if isinstance(request, State):
+        return wire.encode(rank.state())
+    result = rank.apply(request)
+    return ok if result.error is None else wire.encode(result)

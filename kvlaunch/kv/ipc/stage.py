@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from kvlaunch.errors import KVCommitError
 from kvlaunch.kv.ipc import wire
+from kvlaunch.kv.ipc.far import FarLink
 from kvlaunch.kv.ipc.links import Link, LinkClosedError
 from kvlaunch.kv.ipc.messages import Done, Failed, Map, RankResult, StageState, State, Undo, Unmap
 from kvlaunch.kv.rank import Operation, RankMemory
@@ -25,8 +26,9 @@ class Stage:
 
     `join`, `wait_ready` and `close` may be called from any thread, the rest from one.
 
-    A rank that does not answer is in an unknown state: it is sent an Undo (the link keeps order, so it cannot overtake
-    the operation), and no further operation begins before that rank has confirmed it.
+    A rank that does not answer is in an unknown state: it is sent an Undo (a link keeps order, so it cannot overtake
+    the operation; between hosts it can, and a rank does not apply what was taken back before it came), and no further
+    operation begins before that rank has confirmed it.
 
     Args:
         rank: the leader's own memory.
@@ -38,7 +40,7 @@ class Stage:
         self._rank = rank
         self._peers = tuple(peers)
         self._timeout_s = timeout_s
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, Link | FarLink] = {}
         self._lost: dict[int, str] = {}
         self._joined = threading.Condition()
         self._exchange = 0
@@ -53,7 +55,7 @@ class Stage:
             return f"rank {global_rank} has joined already"
         return None
 
-    def join(self, global_rank: int, link: Link) -> None:
+    def join(self, global_rank: int, link: Link | FarLink) -> None:
         """Take a rank in that is not refused."""
         link.limit_waits(self._timeout_s)
         with self._joined:
@@ -186,18 +188,19 @@ class Stage:
                 while number != self._exchange:  # a late answer to something that was given up
                     number, body = link.receive(deadline)
                 answers[rank] = decode(body)
-            except TimeoutError:
-                errors[rank] = f"no answer within {time.monotonic() - asked_at:.2f} s"
+            except TimeoutError as error:
+                where = f" ({error})" if error.args else ""
+                errors[rank] = f"no answer within {time.monotonic() - asked_at:.2f} s{where}"
             except LinkClosedError as error:
                 errors[rank] = self._drop(rank, link, str(error))
             except (OSError, wire.DecodeError) as error:
                 errors[rank] = self._drop(rank, link, f"its answer could not be read: {error}")
         return answers, errors
 
-    def _post(self, payload: bytes, ranks: Sequence[int]) -> tuple[list[tuple[int, Link]], dict[int, str]]:
+    def _post(self, payload: bytes, ranks: Sequence[int]) -> tuple[list[tuple[int, Link | FarLink]], dict[int, str]]:
         """Send a new exchange: the links that took it, and the reasons of the others."""
         self._exchange += 1
-        sent: list[tuple[int, Link]] = []
+        sent: list[tuple[int, Link | FarLink]] = []
         errors: dict[int, str] = {}
         links = self._links
         for rank in ranks:
@@ -212,7 +215,7 @@ class Stage:
                 errors[rank] = self._drop(rank, link, f"the request could not be sent: {error}")
         return sent, errors
 
-    def _drop(self, rank: int, link: Link, reason: str) -> str:
+    def _drop(self, rank: int, link: Link | FarLink, reason: str) -> str:
         link.close()
         with self._joined:
             if self._links.get(rank) is link:
