@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 import threading
+from collections.abc import Iterator
 
 _RESOLVE_S = 2.0
 """Name servers that do not answer must not hold up a plan."""
@@ -29,8 +30,8 @@ def address_towards(endpoint: str) -> str | None:
     """This host's address on the way to an endpoint, by the kernel's routes; None where it cannot be told now.
 
     A name of this host may resolve to a loopback address here and to another elsewhere (Debian's /etc/hosts has
-    127.0.1.1): then it is the address on the way to the outside. An endpoint that is loopback by name keeps all nodes
-    on this host.
+    127.0.1.1): then it is the address on the way to the outside, and where no route leads there the first one of an
+    interface that is up. An endpoint that is loopback by name keeps all nodes on this host.
     """
     host, port = split_endpoint(endpoint)
     for family, address in _resolved(host, port or 1):
@@ -42,7 +43,7 @@ def address_towards(endpoint: str) -> str | None:
         for far, far_family in _ELSEWHERE:
             if (outside := _source(far_family, (far, 9))) is not None:
                 return outside
-        return found
+        return next(_of_interfaces(), found)
     return None
 
 
@@ -73,6 +74,18 @@ def _source(family: int, address: tuple[str | int, ...]) -> str | None:
         except OSError:
             return None
         return str(sock.getsockname()[0])
+
+
+def _of_interfaces() -> Iterator[str]:
+    """This host's addresses that others may reach, IPv4 first."""
+    import psutil
+
+    up = {name for name, about in psutil.net_if_stats().items() if about.isup}
+    addresses = [entry for name, entries in psutil.net_if_addrs().items() if name in up for entry in entries]
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for entry in addresses:
+            if entry.family == family and not entry.address.startswith(("127.", "fe80:", "169.254.", "::1")):
+                yield entry.address
 
 
 def _resolved(host: str, port: int) -> list[tuple[int, tuple[str | int, ...]]]:

@@ -24,6 +24,7 @@ from tests.engines.harness import (
     STOP_TIMEOUT_S,
     Engine,
     Load,
+    kvlaunch,
     overrides_of,
     stock_answers,
     wait_until,
@@ -83,6 +84,13 @@ def cluster(pair: list[Host], *overrides: str) -> Iterator[list[Node]]:
         yield sorted(nodes, key=node_rank)
 
 
+def limits(node: Node, size: str) -> list[int | None]:
+    """`kvlaunch limit SIZE` on a node; what each rank keeps then, in bytes."""
+    done = kvlaunch("limit", size, node.run, "--json", XDG_RUNTIME_DIR=str(node.runtime))
+    assert done.returncode == 0, done.stderr
+    return [rank["limit_bytes"] for rank in json.loads(done.stdout)["ranks"]]
+
+
 def story(host: Host) -> str:
     """What the launcher on a host said, and the end of its engine's log."""
     logs = [host.runtime / "err", *host.runtime.glob("kvlaunch/*/logs/engine.log")]
@@ -134,6 +142,9 @@ def test_tokens_and_memory(engine: str, tp: int, pp: int) -> None:
             entry = node.ps()
             assert [rank["global_rank"] for rank in entry["ranks"]] == list(range(tp * pp))
             assert all(rank["kv"]["mapped_bytes"] <= 2 * page for rank in entry["ranks"])
+        if engine == "sglang":
+            for size, limited in ((str(64 * page), True), ("none", False)):
+                assert [rank is not None for rank in limits(other, size)] == [limited] * tp * pp
         other.process.send_signal(signal.SIGINT)
         assert [node.process.wait(STOP_TIMEOUT_S) for node in nodes] == [0, 0]
 

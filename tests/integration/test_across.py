@@ -333,6 +333,24 @@ def test_they_meet_by_ipv6_too(pair: Pair) -> None:
         assert code == 0, err
 
 
+def test_names_that_resolve_one_way_only(pair: Pair) -> None:
+    """A host takes its own name for a loopback address, and the first one does not know the second one's."""
+    first, second = pair.hosts
+    first.knows({first.name: "127.0.1.1"})
+    second.knows({second.name: "127.0.1.1", first.name: first.addr})
+    pair.launch(pair.plan("--kv", mode="elastic", endpoint=f"{first.name}:{PORT}"))
+    pair.ready()
+    for launched in pair.launched:
+        known = listeners.load(launched.paths.listeners, 0)
+        assert {endpoint.rpartition(":")[0] for endpoint in known.values()} == {
+            f"tcp://{host.addr}" for host in pair.hosts
+        }
+    pair.launched[1].process.send_signal(signal.SIGINT)
+    for launched in pair.launched:
+        code, _, err = launched.end()
+        assert code == 0, err
+
+
 def test_wishes_for_node_ranks_are_kept(pair: Pair) -> None:
     plan = pair.plan()
     plans = [msgspec.structs.replace(plan, rdzv=msgspec.structs.replace(plan.rdzv, node_rank=1 - i)) for i in range(2)]
