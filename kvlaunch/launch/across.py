@@ -35,7 +35,7 @@ from kvlaunch.launch.paths import RunPaths
 from kvlaunch.launch.ports import listening_pid
 from kvlaunch.launch.procfs import send
 from kvlaunch.launch.state import AgentExit, AgentRecord, FailureReport, RunState, load_state, save_agent
-from kvlaunch.plan.address import address_towards, is_local, joined_endpoint, split_endpoint
+from kvlaunch.plan.address import address_towards, endpoint_here, is_local, joined_endpoint, split_endpoint
 from kvlaunch.plan.types import LaunchPlan
 from kvlaunch.secret import load_secret
 
@@ -69,6 +69,7 @@ class AcrossNodes:
     def __init__(self, agent: NodeAgent) -> None:
         plan = agent.plan
         self.addr = plan.rdzv.local_addr or _address_towards(plan.rdzv.endpoint, plan.rdzv.timeout_s)
+        self.endpoint = endpoint_here(plan.rdzv.endpoint)
         self.meeting: Meeting | None = None
         self._agent = agent
         self._plan = plan
@@ -85,7 +86,7 @@ class AcrossNodes:
 
     def rendezvous_options(self) -> dict[str, Any]:
         """For torch's handler, beside what one node needs too."""
-        host, port = split_endpoint(self._plan.rdzv.endpoint)
+        host, port = split_endpoint(self.endpoint)
         beat_s = max(1, round(self._plan.timeouts.node_s / 3))
         return {
             # torch would compare host names, which need not be what the endpoint is called.
@@ -102,7 +103,7 @@ class AcrossNodes:
         """
         from torch.distributed import PrefixStore, TCPStore
 
-        host, port = split_endpoint(self._plan.rdzv.endpoint)
+        host, port = split_endpoint(self.endpoint)
         timeout = timedelta(seconds=min(CONNECT_S, self._plan.rdzv.timeout_s))
         store = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
         return PrefixStore(f"kvlaunch/{self._plan.run}", store)

@@ -188,7 +188,7 @@ class Agent:
         handler = get_rendezvous_handler(
             RendezvousParameters(
                 backend=rdzv.backend,
-                endpoint=rdzv.endpoint,
+                endpoint=self.across.endpoint if self.across else rdzv.endpoint,
                 run_id=rdzv.id,
                 min_nodes=self.plan.nnodes,
                 max_nodes=self.plan.nnodes,

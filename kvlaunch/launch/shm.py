@@ -24,6 +24,10 @@ class Segment(msgspec.Struct, frozen=True, order=True):
     inode: int
 
 
+_File = tuple[int, int]
+"""Device and inode. The inode alone is not enough: a container's own shared memory counts from the start again."""
+
+
 class ShmNews:
     """Tells whether segments came or went, by the time of their folder."""
 
@@ -46,10 +50,13 @@ class ShmNews:
 
 def segments_of(pids: Iterable[int]) -> set[Segment]:
     """Segments that have a name still and that one of the processes has mapped or open."""
-    used: set[int] = set()
+    used: set[_File] = set()
     for pid in pids:
-        used |= _inodes_of(pid)
-    return {Segment(entry.name, entry.inode()) for entry in _entries() if entry.inode() in used}
+        used |= _files_of(pid)
+    if not used:
+        return set()
+    device = SHM.stat().st_dev
+    return {Segment(entry.name, entry.inode()) for entry in _entries() if (device, entry.inode()) in used}
 
 
 def _entries() -> list[os.DirEntry[str]]:
@@ -60,25 +67,28 @@ def _entries() -> list[os.DirEntry[str]]:
         return []
 
 
-def _inodes_of(pid: int) -> set[int]:
-    """Inodes of the files in SHM that a process has mapped or open, by whichever name.
+def _files_of(pid: int) -> set[_File]:
+    """The files in SHM that a process has mapped or open, by whichever name.
 
     The C library gives a semaphore its name after mapping it under another, which the process is then said to have
     mapped, and deleted.
     """
     prefix = f"{SHM}/"
-    inodes = set()
+    files = set()
     try:
         with Path(f"/proc/{pid}/maps").open(errors="replace") as lines:
             for line in lines:
                 if prefix in line:
-                    inodes.add(int(line.split(maxsplit=5)[4]))
+                    _, _, _, device, inode, _ = line.split(maxsplit=5)
+                    major, minor = (int(number, 16) for number in device.split(":"))
+                    files.add((os.makedev(major, minor), int(inode)))
         for fd in Path(f"/proc/{pid}/fd").iterdir():
             if str(fd.readlink()).startswith(prefix):
-                inodes.add(fd.stat().st_ino)
+                st = fd.stat()
+                files.add((st.st_dev, st.st_ino))
     except OSError:
         pass  # it ended meanwhile, or is not ours to look into
-    return inodes
+    return files
 
 
 def existing(segments: Iterable[Segment]) -> set[Segment]:

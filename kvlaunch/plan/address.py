@@ -12,6 +12,9 @@ _RESOLVE_S = 2.0
 _ELSEWHERE = (("192.0.2.1", socket.AF_INET), ("2001:db8::1", socket.AF_INET6))
 """Addresses for documentation (RFC 5737, RFC 3849): nothing is sent there, only the route is asked for."""
 
+_Resolved = tuple[int, tuple[str | int, ...]]
+"""Address family, and the address as `connect` takes it."""
+
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:
     """Host (IPv6 without its brackets) and port of HOST:PORT; port 0 where none is named."""
@@ -45,6 +48,14 @@ def address_towards(endpoint: str) -> str | None:
                 return outside
         return next(_of_interfaces(), found)
     return None
+
+
+def endpoint_here(endpoint: str) -> str:
+    """The endpoint as this host reaches it: with its own address where it does not know its own name."""
+    host, port = split_endpoint(endpoint)
+    if _is_address(host) or not _is_own_name(host) or _asked(host, port):
+        return endpoint
+    return next((joined_endpoint(addr, port) for addr in _of_interfaces()), endpoint)
 
 
 def is_local(host: str) -> bool:
@@ -88,16 +99,33 @@ def _of_interfaces() -> Iterator[str]:
                 yield entry.address
 
 
-def _resolved(host: str, port: int) -> list[tuple[int, tuple[str | int, ...]]]:
-    """(family, address) of a name, IPv4 first; empty where it is not known, or not within _RESOLVE_S."""
-    found: list[tuple[int, tuple[str | int, ...]]] = []
+def _is_own_name(host: str) -> bool:
+    own = socket.gethostname()
+    return host in (own, own.partition(".")[0])
+
+
+def _resolved(host: str, port: int) -> list[_Resolved]:
+    """What a name stands for, IPv4 first; empty where that is not known, or not within _RESOLVE_S.
+
+    A host that does not know its own name, as a container may not, has it stand for its own addresses.
+    """
+    if found := _asked(host, port):
+        return found
+    if not _is_own_name(host):
+        return []
+    return [(socket.AF_INET6 if ":" in addr else socket.AF_INET, (addr, port)) for addr in _of_interfaces()]
+
+
+def _asked(host: str, port: int) -> list[_Resolved]:
+    """What the name servers and /etc/hosts say."""
+    found: list[_Resolved] = []
 
     def ask() -> None:
         try:
             entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError):
             return
-        inet: dict[tuple[int, tuple[str | int, ...]], None] = {}
+        inet: dict[_Resolved, None] = {}
         for family, _, _, _, address in entries:
             if family in (socket.AF_INET, socket.AF_INET6):
                 inet[int(family), tuple(part for part in address if isinstance(part, str | int))] = None
