@@ -113,23 +113,24 @@ class Cluster:
         return found
 
     def rank(self, rank: int) -> int:
-        return int(self.nodes[rank].kv_events()[rank]["pid"])  # a stage a node, a rank a stage
+        return int(self.nodes[rank].kv_events()[rank]["pid"])  # a rank a node
 
     def generations(self) -> set[int]:
         return {self.agent(i).epoch for i in range(len(self.nodes))}
 
 
 @contextlib.contextmanager
-def serving(*overrides: str) -> Iterator[Cluster]:
-    with hosts(2) as pair, cluster(pair, *overrides_of("vllm", 1, 2, True), *TIMEOUTS, *overrides) as nodes:
+def serving(tp: int, pp: int, *overrides: str) -> Iterator[Cluster]:
+    with hosts(2) as pair, cluster(pair, *overrides_of("vllm", tp, pp, True), *TIMEOUTS, *overrides) as nodes:
         order = sorted(pair, key=lambda host: next(i for i, node in enumerate(nodes) if node.runtime == host.runtime))
         yield Cluster(order, nodes, nodes[0].complete_all(TEXTS))
 
 
 @pytest.fixture(scope="module")
-def lasting() -> Iterator[Cluster]:
+def lasting(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """One that comes back from each of the deaths below."""
-    with serving("max_restarts=10") as found:
+    tp, pp = request.param
+    with serving(tp, pp, "max_restarts=10") as found:
         yield found
 
 
@@ -142,12 +143,27 @@ DEATHS: dict[str, tuple[Callable[[Cluster], int], signal.Signals]] = {
     "the leader of stage 0 hangs": (lambda it: it.rank(0), signal.SIGSTOP),
     "the leader of stage 1 hangs": (lambda it: it.rank(1), signal.SIGSTOP),
 }
+DEATHS_IN_A_STAGE: dict[str, tuple[Callable[[Cluster], int], signal.Signals]] = {
+    "the rank without a listener is killed": (lambda it: it.rank(1), signal.SIGKILL),
+    "the rank without a listener hangs": (lambda it: it.rank(1), signal.SIGSTOP),
+}
+"""Where both ranks are of one stage."""
 OFTEN = ("the scheduler is killed", "the leader of stage 1 hangs")
 
 
-@pytest.mark.parametrize("death", [pytest.param(one, marks=() if one in OFTEN else ALIKE) for one in DEATHS])
-def test_requests_get_an_error_and_a_new_generation_serves(lasting: Cluster, death: str) -> None:
-    find, signum = DEATHS[death]
+@pytest.mark.parametrize(
+    ("lasting", "death"),
+    [
+        pytest.param(shape, death, marks=() if name in OFTEN else ALIKE, id=name)
+        for shape, deaths in (((1, 2), DEATHS), ((2, 1), DEATHS_IN_A_STAGE))
+        for name, death in deaths.items()
+    ],
+    indirect=["lasting"],
+)
+def test_requests_get_an_error_and_a_new_generation_serves(
+    lasting: Cluster, death: tuple[Callable[[Cluster], int], signal.Signals]
+) -> None:
+    find, signum = death
     (epoch,) = lasting.generations()
     in_work = InWork(lasting.head)
     killed_at = time.time()
@@ -178,7 +194,7 @@ def test_requests_get_an_error_and_a_new_generation_serves(lasting: Cluster, dea
     ],
 )
 def test_requests_get_an_error_and_everything_ends(what: str) -> None:
-    with serving() as it:
+    with serving(1, 2) as it:
         in_work = InWork(it.head)
         everything = [p for node in it.nodes for p in psutil.Process(node.process.pid).children(recursive=True)]
         began = time.monotonic()

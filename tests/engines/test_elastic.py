@@ -68,9 +68,9 @@ def test_tokens_are_those_of_the_stock_engine(pair: Pair) -> None:
 def test_memory_follows_the_load_on_every_rank(pair: Pair) -> None:
     engine = pair.elastic
     wait_until(engine.at_baseline, 30, f"idle: resident {engine.resident_bytes()}")
-    # Halfway through a round every request has 128 tokens that it shares with none.
-    needed = [0.8 * len(PROMPTS) * 128 * rank.kv_bytes_per_token for rank in engine.plan.ranks]
-    with Load(engine, PROMPTS, max_tokens=256) as load:
+    # Halfway through a round every request has 80 tokens that it shares with none.
+    needed = [0.8 * len(PROMPTS) * 80 * rank.kv_bytes_per_token for rank in engine.plan.ranks]
+    with Load(engine, PROMPTS, max_tokens=160) as load:
         load.until_resident(needed)
     wait_until(engine.at_baseline, 30, f"after the load: resident {engine.resident_bytes()}, peak {load.peak}")
 

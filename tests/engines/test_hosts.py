@@ -19,6 +19,7 @@ from kvlaunch.launch.paths import RunPaths
 from kvlaunch.launch.state import load_agent
 from kvlaunch.secret import new_secret
 from tests.engines.harness import (
+    ENGINES,
     PROMPTS,
     READY_TIMEOUT_S,
     STOP_TIMEOUT_S,
@@ -46,13 +47,13 @@ class Node(Engine):
 
 
 @contextlib.contextmanager
-def cluster(pair: list[Host], *overrides: str) -> Iterator[list[Node]]:
+def cluster(pair: list[Host], *overrides: str, secret: bool = True) -> Iterator[list[Node]]:
     """The same command on every host, until it is ready on all of them. By node rank."""
     command = [
         *(sys.executable, "-m", "kvlaunch.cli.main", "up", "model=tiny-qwen3", "--json", f"nnodes={len(pair)}"),
         *("server.host=0.0.0.0", f"rdzv.endpoint={pair[0].addr}:29400", "rdzv.id=job7", *overrides),
     ]
-    secret = new_secret().text
+    shared = {"KVLAUNCH_SECRET": new_secret().text} if secret else {}
     processes, watchdogs = [], []
     with contextlib.ExitStack() as stack:
         for host in pair:
@@ -62,7 +63,7 @@ def cluster(pair: list[Host], *overrides: str) -> Iterator[list[Node]]:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=host.environ(KVLAUNCH_SECRET=secret),
+                env=host.environ(**shared),
             )
             stack.callback(end, process)
             watchdog = threading.Timer(READY_TIMEOUT_S, process.kill)
@@ -146,6 +147,15 @@ def test_tokens_and_memory(engine: str, tp: int, pp: int) -> None:
             for size, limited in ((str(64 * page), True), ("none", False)):
                 assert [rank is not None for rank in limits(other, size)] == [limited] * tp * pp
         other.process.send_signal(signal.SIGINT)
+        assert [node.process.wait(STOP_TIMEOUT_S) for node in nodes] == [0, 0]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_stock_engine_needs_no_secret_and_gives_the_tokens_of_one_host(engine: str) -> None:
+    with hosts(2) as pair, cluster(pair, *overrides_of(engine, 1, 2, True), "kv=static", secret=False) as nodes:
+        assert [nodes[0].complete_all(PROMPTS) for _ in range(2)] == stock_answers(engine, 1, 2, True)
+        done = kvlaunch("stop", nodes[1].run, XDG_RUNTIME_DIR=str(nodes[1].runtime))
+        assert done.returncode == 0, done.stderr
         assert [node.process.wait(STOP_TIMEOUT_S) for node in nodes] == [0, 0]
 
 

@@ -106,6 +106,11 @@ def test_memory_follows_the_live_tokens_however_many_went_through() -> None:
         assert touched > 0.5 * needed, "the requests were not live together: this test would prove nothing"
 
 
+@pytest.fixture(scope="module")
+def mellum(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_mellum(tmp_path_factory.mktemp("mellum"))
+
+
 @pytest.mark.supports("sliding-window and full attention together")
 @pytest.mark.parametrize(
     ("shape", "radix", "page_size"),
@@ -117,19 +122,19 @@ def test_memory_follows_the_live_tokens_however_many_went_through() -> None:
     ids=["one-rank", "pipeline", "pipeline-plain"],
 )
 def test_sliding_window_and_full_attention_together(
-    tmp_path: Path, shape: tuple[str, ...], radix: bool, page_size: int
+    mellum: Path, shape: tuple[str, ...], radix: bool, page_size: int
 ) -> None:
     """SGLang keeps two pools; slots that leave the window are freed in one of them while their request runs on."""
     eager = ("kv.cache.idle_s=1", "kv.ahead.low=0", "kv.ahead.high=0")
-    model = f"model={make_mellum(tmp_path)}"
+    model = f"model={mellum}"
     overrides = ("engine=sglang", model, *shape, "kv.reserve=64MiB", *eager, prefix_cache("sglang", on=radix))
-    texts, new_tokens = [text * 2 for text in prompts(24)], 2 * SLIDING_WINDOW
+    texts, new_tokens = [text * 2 for text in prompts(12)], SLIDING_WINDOW + 32
     assert min(map(len, texts)) > SLIDING_WINDOW
     # SGLang itself is asked with page_size 1, and for fewer tokens than it has slots: else it reads wrong ones (see
     # kvlaunch.engines.sglang.attention).
     with launch(*overrides, "kv=static") as static:
         expected = [static.complete_all(texts, new_tokens) for _ in range(2)]
-    assert len({tuple(tokens) for tokens in expected[0]}) > 12, "the model answers everything alike"
+    assert len({tuple(tokens) for tokens in expected[0]}) > 6, "the model answers everything alike"
     with launch(*overrides, "kv=elastic", f"kv.block_size={page_size}") as elastic:
         assert elastic.plan.kv.guard
         wait_until(elastic.at_baseline, 30, f"resident {elastic.resident_bytes()}")
@@ -149,14 +154,14 @@ def test_sliding_window_and_full_attention_together(
             assert "leak" not in elastic.paths.rank_log(rank.global_rank).read_text(errors="replace")
 
 
-def test_what_left_the_window_gives_its_memory_back_while_its_request_runs_on(tmp_path: Path) -> None:
-    texts, new_tokens = prompts(4), 16 * SLIDING_WINDOW
+def test_what_left_the_window_gives_its_memory_back_while_its_request_runs_on(mellum: Path) -> None:
+    texts, new_tokens = prompts(4), 10 * SLIDING_WINDOW
     eager = ("kv.ahead.low=0", "kv.ahead.high=0", prefix_cache("sglang", on=False))
-    with launch("engine=sglang", f"model={make_mellum(tmp_path)}", "kv.reserve=64MiB", *eager) as engine:
+    with launch("engine=sglang", f"model={mellum}", "kv.reserve=64MiB", *eager) as engine:
         kept = sum(map(len, texts)) + len(texts) * new_tokens
         everything = kept * engine.plan.ranks[0].kv_bytes_per_token
         with Load(engine, texts, new_tokens) as load:
-            load.until_resident([0.25 * everything])
             load.another_round()
+        assert load.peak[0] > 0.25 * everything, (load.peak, everything)
         assert load.peak[0] < 0.6 * everything, (load.peak, everything)
         wait_until(engine.at_baseline, 30, f"resident {engine.resident_bytes()}")

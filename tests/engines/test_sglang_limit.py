@@ -13,7 +13,7 @@ from tests.engines.harness import Engine, Load, kvlaunch, launch, prefix_cache, 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(600)]
 
 RETRACTED = "sglang:num_retracted_requests_total"
-NEW_TOKENS = 96
+NEW_TOKENS = 64
 
 
 def limit(engine: Engine, size: str) -> list[dict[str, Any]]:
