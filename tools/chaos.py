@@ -27,7 +27,7 @@ def run_once(args: list[str]) -> Iterator[tuple[str, bool, float]]:
     with tempfile.TemporaryDirectory(prefix="kvlaunch-chaos-") as folder:
         report = Path(folder) / "report.xml"
         command = [str(ROOT / ".venv" / "vllm" / "bin" / "python"), "-m", "pytest", "-q", "-m", "chaos and not sglang"]
-        environ = {**os.environ, "KVLAUNCH_CHAOS": "1"}  # also the rows that `make test` leaves out, being like others
+        environ = {**os.environ, "KVLAUNCH_ALL": "1"}  # also the rows that `make test` leaves out, being like others
         subprocess.run([*command, f"--junitxml={report}", *args], cwd=ROOT, check=False, env=environ)
         if not report.exists():  # pytest was ended, or did not start
             return

@@ -36,6 +36,9 @@ ENGINES = [
 ]
 """For tests that hold for both engines; each runs in its own environment."""
 
+ALIKE = pytest.mark.skipif("KVLAUNCH_ALL" not in os.environ, reason="like another row: KVLAUNCH_ALL=1 make test")
+"""For rows that take long and differ little from one that always runs."""
+
 READY_TIMEOUT_S = 240
 STOP_TIMEOUT_S = 60
 

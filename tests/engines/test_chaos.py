@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from kvlaunch.launch.state import AgentRecord, RunState, load_agent, load_state
-from tests.engines.harness import Engine, overrides_of, prompts, wait_until
+from tests.engines.harness import ALIKE, Engine, overrides_of, prompts, wait_until
 from tests.engines.test_hosts import Node, cluster
 from tests.hosts import Host, hosts
 
@@ -127,15 +127,23 @@ def serving(tp: int, pp: int, *overrides: str) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def lasting(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """One that comes back from each of the deaths below."""
-    tp, pp = request.param
-    with serving(tp, pp, "max_restarts=10") as found:
+def lasting() -> Iterator[Cluster]:
+    """One that comes back from each of the deaths below; a stage a host."""
+    with serving(1, 2, "max_restarts=10") as found:
         yield found
 
 
-ALIKE = pytest.mark.skipif("KVLAUNCH_CHAOS" not in os.environ, reason="like another row: make chaos")
-DEATHS: dict[str, tuple[Callable[[Cluster], int], signal.Signals]] = {
+@pytest.fixture(scope="module")
+def lasting_stage() -> Iterator[Cluster]:
+    """The same with one stage, which lies on both hosts."""
+    with serving(2, 1, "max_restarts=10") as found:
+        yield found
+
+
+Death = tuple[Callable[[Cluster], int], signal.Signals]
+
+
+DEATHS: dict[str, Death] = {
     "the API process is killed": (Cluster.api, signal.SIGKILL),
     "the scheduler is killed": (Cluster.scheduler, signal.SIGKILL),
     "the leader of stage 0 is killed": (lambda it: it.rank(0), signal.SIGKILL),
@@ -143,26 +151,26 @@ DEATHS: dict[str, tuple[Callable[[Cluster], int], signal.Signals]] = {
     "the leader of stage 0 hangs": (lambda it: it.rank(0), signal.SIGSTOP),
     "the leader of stage 1 hangs": (lambda it: it.rank(1), signal.SIGSTOP),
 }
-DEATHS_IN_A_STAGE: dict[str, tuple[Callable[[Cluster], int], signal.Signals]] = {
+DEATHS_IN_A_STAGE: dict[str, Death] = {
     "the rank without a listener is killed": (lambda it: it.rank(1), signal.SIGKILL),
     "the rank without a listener hangs": (lambda it: it.rank(1), signal.SIGSTOP),
 }
 """Where both ranks are of one stage."""
-OFTEN = ("the scheduler is killed", "the leader of stage 1 hangs")
+ALWAYS = "the scheduler is killed"
 
 
-@pytest.mark.parametrize(
-    ("lasting", "death"),
-    [
-        pytest.param(shape, death, marks=() if name in OFTEN else ALIKE, id=name)
-        for shape, deaths in (((1, 2), DEATHS), ((2, 1), DEATHS_IN_A_STAGE))
-        for name, death in deaths.items()
-    ],
-    indirect=["lasting"],
-)
-def test_requests_get_an_error_and_a_new_generation_serves(
-    lasting: Cluster, death: tuple[Callable[[Cluster], int], signal.Signals]
-) -> None:
+@pytest.mark.parametrize("death", [pytest.param(one, marks=() if one == ALWAYS else ALIKE) for one in DEATHS])
+def test_requests_get_an_error_and_a_new_generation_serves(lasting: Cluster, death: str) -> None:
+    _dies_and_serves_again(lasting, DEATHS[death])
+
+
+@ALIKE
+@pytest.mark.parametrize("death", DEATHS_IN_A_STAGE)
+def test_a_stage_on_two_hosts_serves_again(lasting_stage: Cluster, death: str) -> None:
+    _dies_and_serves_again(lasting_stage, DEATHS_IN_A_STAGE[death])
+
+
+def _dies_and_serves_again(lasting: Cluster, death: Death) -> None:
     find, signum = death
     (epoch,) = lasting.generations()
     in_work = InWork(lasting.head)

@@ -19,7 +19,7 @@ from kvlaunch.launch.paths import RunPaths
 from kvlaunch.launch.state import load_agent
 from kvlaunch.secret import new_secret
 from tests.engines.harness import (
-    ENGINES,
+    ALIKE,
     PROMPTS,
     READY_TIMEOUT_S,
     STOP_TIMEOUT_S,
@@ -122,7 +122,7 @@ def end(process: subprocess.Popen[str]) -> None:
     [
         pytest.param("vllm", 1, 2, marks=pytest.mark.vllm),
         pytest.param("vllm", 2, 2, marks=pytest.mark.vllm),
-        pytest.param("vllm", 2, 1, marks=pytest.mark.vllm),
+        pytest.param("vllm", 2, 1, marks=[pytest.mark.vllm, ALIKE]),
         pytest.param("sglang", 1, 2, marks=pytest.mark.sglang),
         pytest.param("sglang", 2, 1, marks=pytest.mark.sglang),
     ],
@@ -150,7 +150,9 @@ def test_tokens_and_memory(engine: str, tp: int, pp: int) -> None:
         assert [node.process.wait(STOP_TIMEOUT_S) for node in nodes] == [0, 0]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "engine", [pytest.param("vllm", marks=[pytest.mark.vllm, ALIKE]), pytest.param("sglang", marks=pytest.mark.sglang)]
+)
 def test_the_stock_engine_needs_no_secret_and_gives_the_tokens_of_one_host(engine: str) -> None:
     with hosts(2) as pair, cluster(pair, *overrides_of(engine, 1, 2, True), "kv=static", secret=False) as nodes:
         assert [nodes[0].complete_all(PROMPTS) for _ in range(2)] == stock_answers(engine, 1, 2, True)
@@ -159,6 +161,7 @@ def test_the_stock_engine_needs_no_secret_and_gives_the_tokens_of_one_host(engin
         assert [node.process.wait(STOP_TIMEOUT_S) for node in nodes] == [0, 0]
 
 
+@ALIKE
 @pytest.mark.chaos
 @pytest.mark.vllm
 def test_a_rank_that_is_killed_on_the_other_host_is_reported_on_both() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from kvlaunch.errors import KVCommitError
 from kvlaunch.plan.kv import capacity_tokens
-from tests.engines.harness import Load, kvlaunch, launch, prefix_cache, prompts, small, storm, wait_until
+from tests.engines.harness import ALIKE, Load, kvlaunch, launch, prefix_cache, prompts, small, storm, wait_until
 from tests.engines.hybrid_model import SLIDING_WINDOW, make_mellum
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -115,7 +115,7 @@ def mellum(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("shape", "radix", "page_size"),
     [
-        (("pp=1",), True, 1),
+        pytest.param(("pp=1",), True, 1, marks=ALIKE),
         (("pp=2",), True, 1),
         (("pp=2", "engine.args.chunked_prefill_size=8192"), False, 4),  # no chunks: they would end at borders of pages
     ],

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvlaunch.errors import ConfigError
-from tests.engines.harness import Engine, Load, kvlaunch, launch, prefix_cache, prompts, small, wait_until
+from tests.engines.harness import ALIKE, Engine, Load, kvlaunch, launch, prefix_cache, prompts, small, wait_until
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -26,7 +26,8 @@ def limit(engine: Engine, size: str) -> list[dict[str, Any]]:
 
 @pytest.mark.supports("a limit changed while it serves (`kvlaunch limit`)")
 @pytest.mark.parametrize(
-    ("shape", "block_size", "radix"), [(("tp=1", "pp=2"), 1, True), (("tp=2", "pp=2"), 16, True), (("pp=2",), 4, False)]
+    ("shape", "block_size", "radix"),
+    [(("tp=1", "pp=2"), 1, True), (("tp=2", "pp=2"), 16, True), pytest.param(("pp=2",), 4, False, marks=ALIKE)],
 )
 def test_a_limit_lowered_under_load_is_kept_on_every_rank_and_lifted_again(
     shape: tuple[str, ...], block_size: int, radix: bool

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvlaunch.errors import ConfigError
-from tests.engines.harness import kvlaunch, launch, prompts, storm, wait_until
+from tests.engines.harness import ALIKE, kvlaunch, launch, prompts, storm, wait_until
 from tests.engines.hybrid_model import SLIDING_WINDOW, make_hybrid
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -49,7 +49,7 @@ TIGHT = (
     [
         ("pp=2", "kv.reserve=768KiB"),
         ("pp=1", "kv.reserve=1536KiB", "engine.args.async_scheduling=true"),
-        ("pp=1", "kv.reserve=1536KiB", "engine.args.async_scheduling=false"),
+        pytest.param(("pp=1", "kv.reserve=1536KiB", "engine.args.async_scheduling=false"), marks=ALIKE),
     ],
     ids=["pipeline", "asynchronous", "one-step"],
 )
