@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,7 @@ class RankHooks:
 
     def install(self) -> None:
         """Raises CompatibilityError, after recording it, where SGLang is not what the adapter knows."""
+        _keep_progress_bars_to_this_process()
         try:
             compat.hook(
                 {
@@ -234,6 +236,13 @@ class RankHooks:
             full_token_usage=used / stats.full_capacity,
             full_available_size=stats.full_available_size + withheld,
         )
+
+
+def _keep_progress_bars_to_this_process() -> None:
+    """tqdm's own lock is for several processes, a named semaphore, which a rank that is killed would leave behind."""
+    from tqdm import tqdm
+
+    tqdm.set_lock(threading.RLock())
 
 
 def _never(_configurator: Any) -> bool:
