@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,11 +56,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def nothing_left_behind() -> Iterator[None]:
     """Fails the session where a process, socket, shared-memory segment or network namespace of its tests is left."""
     mark, runtime_dir, before = os.environ[SESSION_MARK], Path(os.environ["XDG_RUNTIME_DIR"]), netns_names()
+    began_ns = time.time_ns()
     watch = ShmWatch()
     watch.start()
     yield
     watch.stop()
-    left = wait_until_gone(lambda: left_behind(mark, runtime_dir, watch.seen, before), STRAGGLERS_S)
+    left = wait_until_gone(lambda: left_behind(mark, runtime_dir, watch.seen, before, began_ns), STRAGGLERS_S)
     for process in our_processes(mark):
         process.kill()
     assert not left, "left behind by the tests:\n" + "\n".join(left)

@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -85,13 +86,35 @@ def shm_used_by(pids: Iterable[int]) -> set[str]:
     for pid in pids:
         try:
             maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
-            words = [line.split() for line in maps.splitlines() if prefix in line]
-            inodes |= {int(word[4]) for word in words if word[3] == number}
-            files = [fd.stat() for fd in Path(f"/proc/{pid}/fd").iterdir() if str(fd.readlink()).startswith(prefix)]
-            inodes |= {file.st_ino for file in files if file.st_dev == device}
+            descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
         except OSError:
             continue  # it ended meanwhile
+        words = [line.split() for line in maps.splitlines() if prefix in line]
+        inodes |= {int(word[4]) for word in words if word[3] == number}
+        for fd in descriptors:
+            with suppress(OSError):  # closed meanwhile
+                if str(fd.readlink()).startswith(prefix) and fd.stat().st_dev == device:
+                    inodes.add(fd.stat().st_ino)
     return {entry.name for entry in os.scandir(SHM) if entry.inode() in inodes}
+
+
+def shm_left_since(began_ns: int) -> set[str]:
+    """Names of this user's segments and semaphores that were made since and that no process uses.
+
+    It finds what lived too shortly for ShmWatch, which looks now and then.
+
+    Args:
+        began_ns: time.time_ns().
+    """
+    made = set()
+    for path in SHM.iterdir():
+        try:
+            stat = path.lstat()
+        except FileNotFoundError:
+            continue
+        if stat.st_uid == os.getuid() and stat.st_ctime_ns >= began_ns:
+            made.add(path.name)
+    return made - shm_used_by(psutil.pids()) if made else made
 
 
 class ShmWatch:
@@ -128,8 +151,12 @@ def netns_names() -> set[str]:
     return {path.name for path in NETNS.glob(f"{NETNS_PREFIX}*")}
 
 
-def left_behind(mark: str, runtime_dir: Path, shm_seen: set[str], netns_before: set[str]) -> list[str]:
-    """One line for each thing that is left of this session."""
+def left_behind(
+    mark: str, runtime_dir: Path, shm_seen: set[str], netns_before: set[str], began_ns: int | None = None
+) -> list[str]:
+    """One line for each thing that is left of this session, which began at began_ns."""
+    if began_ns is not None:
+        shm_seen = shm_seen | shm_left_since(began_ns)
     left = [describe(process) for process in our_processes(mark)]
     left += [f"socket {path}" for path in sockets_under(runtime_dir)]
     left += [f"shared memory {SHM / name}" for name in sorted(shm_seen) if (SHM / name).exists()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -82,12 +83,14 @@ def _files_of(pid: int) -> set[_File]:
                     _, _, _, device, inode, _ = line.split(maxsplit=5)
                     major, minor = (int(number, 16) for number in device.split(":"))
                     files.add((os.makedev(major, minor), int(inode)))
-        for fd in Path(f"/proc/{pid}/fd").iterdir():
+        descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return files  # it ended meanwhile, or is not ours to look into
+    for fd in descriptors:
+        with suppress(OSError):  # closed meanwhile
             if str(fd.readlink()).startswith(prefix):
                 st = fd.stat()
                 files.add((st.st_dev, st.st_ino))
-    except OSError:
-        pass  # it ended meanwhile, or is not ours to look into
     return files
 
 

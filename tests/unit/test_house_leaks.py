@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,6 +91,20 @@ def test_segment_is_found_while_mapped_and_while_left() -> None:
     finally:
         segment.unlink()
     assert f"shared memory {segment}" not in left_behind("", Path("/nonexistent"), watch.seen, netns_names())
+
+
+def test_segment_that_nobody_was_seen_to_use_is_found_where_nobody_uses_it() -> None:
+    segment = SHM / f"kvl-test-{uuid.uuid4().hex}"
+    began_ns = segment.parent.stat().st_mtime_ns
+    segment.write_bytes(bytes(mmap.PAGESIZE))
+    try:
+        line = f"shared memory {segment}"
+        assert line in left_behind("", Path("/nonexistent"), set(), netns_names(), began_ns)
+        assert line not in left_behind("", Path("/nonexistent"), set(), netns_names(), time.time_ns())
+        with segment.open("rb"):
+            assert line not in left_behind("", Path("/nonexistent"), set(), netns_names(), began_ns)
+    finally:
+        segment.unlink()
 
 
 def test_named_semaphore_is_found() -> None:

@@ -168,6 +168,17 @@ def test_segments_are_removed_only_when_unused_and_the_same_file() -> None:
         path.unlink(missing_ok=True)
 
 
+def test_a_descriptor_that_is_closed_meanwhile_hides_no_other() -> None:
+    path = Path(f"/dev/shm/kvltest-{os.getpid()}")
+    path.write_bytes(b"x")
+    try:
+        with path.open("rb") as first, path.open("rb"):
+            first.close()  # its number is free now, and the listing of the open files takes it for as long as it lasts
+            assert path.name in {segment.name for segment in segments_of([os.getpid()])}
+    finally:
+        path.unlink(missing_ok=True)
+
+
 def test_a_named_semaphore_is_found_though_it_was_mapped_by_another_name() -> None:
     before = segments_of([os.getpid()])
     lock = multiprocessing.get_context("spawn").Lock()
