@@ -19,7 +19,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--engine", choices=("vllm", "sglang"), default="vllm", help="for overhead, memory and start (default: vllm)"
     )
-    parser.add_argument("--pairs", type=int, default=20, help="overhead: pairs of rounds (default: 20)")
+    parser.add_argument("--engines", type=int, default=4, help="overhead: pairs of engines (default: 4)")
+    parser.add_argument("--pairs", type=int, default=8, help="overhead: pairs of rounds on each of them (default: 8)")
     parser.add_argument("--seconds", type=float, default=5.0, help="overhead: seconds a round (default: 5)")
     parser.add_argument("--topologies", default="1x1,2x2", help="overhead: tp x pp, with commas (default: 1x1,2x2)")
     parser.add_argument("--reserve", default="512MiB", help="memory: kv.reserve (default: 512MiB)")

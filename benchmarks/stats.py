@@ -30,6 +30,29 @@ def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float
     return quantile(medians, (1 - level) / 2), quantile(medians, (1 + level) / 2)
 
 
+def grouped_median_interval(groups: Sequence[Sequence[float]], level: float = 0.95) -> tuple[float, float]:
+    """The same for values of which those of a group have something in common, such as the processes measured.
+
+    What is drawn is whole groups: more values of the same few groups do not narrow the bounds as more groups do.
+    """
+    if len(groups) == 1:
+        return median_interval(groups[0], level)
+    draw = random.Random(0)
+    medians = [
+        statistics.median(value for group in draw.choices(groups, k=len(groups)) for value in group)
+        for _ in range(RESAMPLES)
+    ]
+    return quantile(medians, (1 - level) / 2), quantile(medians, (1 + level) / 2)
+
+
+def grouped_summary(groups: Sequence[Sequence[float]], digits: int = 3) -> dict[str, Any]:
+    """`summary` of all values, with the bounds of `grouped_median_interval`, and the median of each group."""
+    low, high = grouped_median_interval(groups)
+    found = summary([value for group in groups for value in group], digits)
+    medians = [round(statistics.median(group), digits) for group in groups]
+    return found | {"median_95": [round(low, digits), round(high, digits)], "group_medians": medians}
+
+
 def summary(values: Sequence[float], digits: int = 3) -> dict[str, Any]:
     """Median, quartiles, extremes, and the bounds of the median."""
     low, high = median_interval(values)

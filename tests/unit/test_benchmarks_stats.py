@@ -48,6 +48,21 @@ def test_the_bounds_of_the_median_narrow_with_more_rounds() -> None:
     assert stats.median_interval(values) == stats.median_interval(values)
 
 
+def test_values_of_few_groups_leave_wide_bounds() -> None:
+    draw = random.Random(1)
+    groups = [[draw.gauss(mean, 0.01) for _ in range(50)] for mean in (0.9, 0.95, 1.0, 1.05, 1.1)]
+    found = stats.grouped_summary(groups)
+    low, high = found["median_95"]
+    assert high - low > 0.1
+    pooled = stats.median_interval([value for group in groups for value in group])
+    assert pooled[1] - pooled[0] < 0.07
+    assert (found["group_medians"], found["rounds"]) == (
+        [pytest.approx(m, abs=0.01) for m in (0.9, 0.95, 1.0, 1.05, 1.1)],
+        250,
+    )
+    assert stats.grouped_median_interval(groups[:1]) == stats.median_interval(groups[0])
+
+
 def test_each_side_goes_first_equally_often() -> None:
     assert stats.abba(4, "a", "b") == [("a", "b"), ("b", "a")] * 2
 
