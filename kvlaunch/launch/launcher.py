@@ -12,14 +12,12 @@ from kvlaunch.errors import KVLaunchError
 from kvlaunch.launch.diagnose import error_of
 from kvlaunch.launch.paths import RunPaths
 from kvlaunch.launch.preflight import make_model, preflight
-from kvlaunch.launch.procfs import identity_of
 from kvlaunch.launch.reap import reap_dead_runs
 from kvlaunch.launch.reporter import Reporter
 from kvlaunch.launch.runs import describe
 from kvlaunch.launch.signals import Signals
 from kvlaunch.launch.state import RunState, StateRecord, load_state, save_state, write_atomically
 from kvlaunch.launch.supervisor import Supervisor, agent_margin_s
-from kvlaunch.launch.urls import url_of
 from kvlaunch.launch.watch import EventWatch
 from kvlaunch.plan.types import LaunchPlan
 from kvlaunch.secret import load_secret, save_secret
@@ -67,22 +65,8 @@ def create_run(plan: LaunchPlan) -> RunPaths:
     paths.create()
     if plan.nnodes > 1 and (secret := load_secret(plan.rdzv.secret_file)) is not None:
         save_secret(secret, paths.secret)
-    me = identity_of(os.getpid())
-    assert me is not None  # the process that asks exists
     # The state first: a folder counts as a run once it has a plan, and a run without a live owner is reaped.
-    save_state(
-        paths,
-        StateRecord(
-            run=plan.run,
-            name=plan.name,
-            engine=plan.engine,
-            model=plan.model.name,
-            state=RunState.STARTING,
-            url=url_of(plan.server),
-            owner=me,
-            started_at=time.time(),
-        ),
-    )
+    save_state(paths, StateRecord.starting(plan))
     write_atomically(paths.plan, plan.to_json())
     return paths
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from enum import StrEnum
 from pathlib import Path
 from typing import Literal
@@ -10,8 +11,10 @@ from typing import Literal
 import msgspec
 
 from kvlaunch.launch.paths import RunPaths
-from kvlaunch.launch.procfs import Identity, is_alive
+from kvlaunch.launch.procfs import Identity, identity_of, is_alive
 from kvlaunch.launch.shm import Segment
+from kvlaunch.launch.urls import url_of
+from kvlaunch.plan.types import LaunchPlan
 
 
 class RunState(StrEnum):
@@ -79,6 +82,22 @@ class StateRecord(msgspec.Struct, kw_only=True):
     shm: list[Segment] = msgspec.field(default_factory=list)
     """Shared memory segments seen in its processes."""
     failure: FailureReport | None = None
+
+    @classmethod
+    def starting(cls, plan: LaunchPlan) -> StateRecord:
+        """Of a run that this process owns and begins to start."""
+        me = identity_of(os.getpid())
+        assert me is not None  # the process that asks exists
+        return cls(
+            run=plan.run,
+            name=plan.name,
+            engine=plan.engine,
+            model=plan.model.name,
+            state=RunState.STARTING,
+            url=url_of(plan.server),
+            owner=me,
+            started_at=time.time(),
+        )
 
     @property
     def live(self) -> bool:

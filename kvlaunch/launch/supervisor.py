@@ -24,14 +24,14 @@ from kvlaunch.launch.nodes import SETTLE_S, TELL_S
 from kvlaunch.launch.paths import RunPaths
 from kvlaunch.launch.ports import hold_port
 from kvlaunch.launch.probe import requests_in_work
-from kvlaunch.launch.procfs import Identity, collect_orphans, identity_of, send
+from kvlaunch.launch.procfs import Identity, collect_orphans, send
 from kvlaunch.launch.readiness import Readiness
 from kvlaunch.launch.reporter import Reporter
 from kvlaunch.launch.runs import describe
 from kvlaunch.launch.shm import ShmNews, existing, segments_of
 from kvlaunch.launch.signals import Signals
 from kvlaunch.launch.state import RunState, StateRecord, load_agent, save_state
-from kvlaunch.launch.urls import local_address, url_of
+from kvlaunch.launch.urls import local_address
 from kvlaunch.launch.watch import EventWatch, LogWatch
 from kvlaunch.plan.types import LaunchPlan
 
@@ -55,21 +55,10 @@ class Supervisor:
     """One run, from the start of its agent until nothing of it is left."""
 
     def __init__(self, paths: RunPaths, plan: LaunchPlan, reporter: Reporter, *, verbose: bool = False) -> None:
-        me = identity_of(os.getpid())
-        assert me is not None  # the process that asks exists
         self.paths = paths
         self.plan = plan
         self.reporter = reporter
-        self.record = StateRecord(
-            run=plan.run,
-            name=plan.name,
-            engine=plan.engine,
-            model=plan.model.name,
-            state=RunState.STARTING,
-            url=url_of(plan.server),
-            owner=me,
-            started_at=time.time(),
-        )
+        self.record = StateRecord.starting(plan)
         self._started = time.monotonic()
         self._events = EventWatch(paths, plan)
         self._logs = LogWatch(paths, plan) if verbose else None

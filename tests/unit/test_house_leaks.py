@@ -52,6 +52,7 @@ def orphan() -> Iterator[tuple[int, str]]:
     ) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
+        parent.wait()  # until then it is a descendant
         try:
             yield pid, mark
         finally:
